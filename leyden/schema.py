@@ -1,0 +1,382 @@
+"""Wire models shared by gateway, controller, trainer and client.
+
+The shapes are a superset of the Agent Lightning 1.0 admin API, so its clients keep working. docs/architecture.md lists
+the routes. Everything here is plain data: no I/O, no clocks.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Any, Literal
+
+import msgspec
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat
+
+DEFAULT_ATTEMPT_ID = "0"
+"""Id of a rollout's first attempt; later ones count up as decimal strings."""
+
+
+class RolloutState(StrEnum):
+    """A rollout's life: `queuing → running → succeeded | failed`. Terminal states are final."""
+
+    QUEUING = "queuing"
+    RUNNING = "running"
+    SUCCEEDED = "succeeded"
+    FAILED = "failed"
+
+
+TERMINAL_STATES = frozenset({RolloutState.SUCCEEDED, RolloutState.FAILED})
+
+
+class Outcome(StrEnum):
+    """Why an attempt ended."""
+
+    OK = "ok"
+    AGENT_ERROR = "agent_error"
+    TIMEOUT = "timeout"
+    INFRA = "infra"
+    CANCELLED = "cancelled"
+
+
+class Sampling(BaseModel):
+    """Sampling that the run fixes for a rollout's calls. Only these are used, whatever the client asks for.
+
+    `max_tokens` caps what the client asks for; None leaves the client's own limit (or the room left in the context).
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    temperature: float = Field(1.0, ge=0)
+    top_p: float = Field(1.0, gt=0, le=1)
+    top_k: int = Field(0, ge=0, description="0 means off")
+    max_tokens: int | None = Field(None, ge=1)
+
+
+class AgentSpec(BaseModel):
+    """The agent process. Strings in `command` and `env` are Jinja templates over `input` (the task row)."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    command: list[str] | str
+    env: dict[str, str] = Field(default_factory=dict)
+    directory: str | None = Field(None, description="working directory; None gives a fresh workspace per attempt")
+    timeout_seconds: float = Field(600, gt=0)
+
+
+class GraderSpec(BaseModel):
+    """The grading process, run after the agent has exited, in the attempt's workspace.
+
+    It prints the reward as its last line of output (a number, or JSON with a `reward` key), or posts it itself.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    command: list[str] | str
+    env: dict[str, str] = Field(default_factory=dict)
+    timeout_seconds: float = Field(120, gt=0)
+
+
+class LocalConfig(BaseModel):
+    """Agent Lightning's local runner config: a Python class and environment paths such as `input.question`."""
+
+    agent_class: str | None = None
+    env_map: dict[str, str] = Field(default_factory=dict)
+
+
+class K8sConfig(BaseModel):
+    """Agent Lightning's Kubernetes runner config."""
+
+    job_template: str | None = None
+
+
+class RolloutConfig(BaseModel):
+    """How a rollout is to be executed and sampled."""
+
+    timeout_seconds: float = Field(3600, gt=0, description="whole attempt, agent and grader together")
+    agent: AgentSpec | None = None
+    grader: GraderSpec | None = None
+    sampling: Sampling | None = None
+    max_attempts: int = Field(3, ge=1, description="attempts in all when one ends in `infra`")
+    local: LocalConfig | None = None
+    k8s: K8sConfig | None = None
+
+
+class RolloutMetadata(BaseModel):
+    """Free-form; the trainer fills `run`, `step`, `group`, `task_id`, and Agent Lightning's two keys."""
+
+    model_config = ConfigDict(extra="allow")
+
+    run: str | None = None
+    step: int | None = None
+    group: str | None = None
+    task_id: str | None = None
+    batch_idx: int | None = None
+    sample_idx_in_batch: int | None = None
+
+
+class RolloutCreate(BaseModel):
+    """One rollout to enqueue. A caller-supplied `rollout_id` that exists returns the existing rollout unchanged."""
+
+    input: Any
+    is_train: bool = True
+    config: RolloutConfig | None = None
+    metadata: RolloutMetadata | None = None
+    rollout_id: str | None = Field(None, min_length=1, max_length=200, pattern=r"^[A-Za-z0-9][A-Za-z0-9._:-]*$")
+
+
+class RolloutStatus(BaseModel):
+    """Lifecycle status. `outcome`, `reason` and `reward` are those of the last attempt."""
+
+    state: RolloutState = RolloutState.QUEUING
+    last_attempt_id: str | None = None
+    outcome: Outcome | None = None
+    error_message: str | None = None
+    reward: float | None = None
+    calls: int = 0
+    k8s_job_name: str | None = None
+    version: int = 1
+    created_at: float
+    updated_at: float
+
+
+class Rollout(BaseModel):
+    """One execution of the agent on one task."""
+
+    rollout_id: str
+    input: Any
+    is_train: bool = True
+    config: RolloutConfig
+    metadata: RolloutMetadata = Field(default_factory=RolloutMetadata)
+    status: RolloutStatus
+
+
+class StatusPatch(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    state: RolloutState | None = None
+    outcome: Outcome | None = None
+    last_attempt_id: str | None = None
+    error_message: str | None = None
+    k8s_job_name: str | None = None
+
+
+class RolloutPatch(BaseModel):
+    """PATCH body. Setting a terminal state ends the running attempt (`outcome` defaults to ok / agent_error)."""
+
+    status: StatusPatch | None = None
+
+
+class Attempt(BaseModel):
+    """One try at a rollout."""
+
+    attempt_id: str
+    controller_id: str | None = None
+    outcome: Outcome | None = None
+    reason: str | None = None
+    exit_code: int | None = None
+    signal: int | None = None
+    started_at: float
+    ended_at: float | None = None
+    lease_expires_at: float | None = None
+    reward: float | None = None
+    calls: int = 0
+    late_writes: int = 0
+    log_tail: str | None = None
+
+
+class RolloutDetail(BaseModel):
+    """GET /api/rollouts/{id}. `attempts` are ids, as Agent Lightning returns them; `attempt_details` say the rest."""
+
+    rollout: Rollout
+    attempts: list[str]
+    attempt_details: list[Attempt] = Field(default_factory=list)
+
+
+class RolloutPage(BaseModel):
+    """GET /api/rollouts/page: newest first, `total` and `by_state` counted on the server over all matches."""
+
+    items: list[Rollout]
+    next_cursor: str | None = None
+    total: int
+    by_state: dict[str, int]
+
+
+class TerminalItem(BaseModel):
+    rollout_id: str
+    state: RolloutState
+    data_id: str = ""
+    is_train: bool = True
+    outcome: Outcome | None = None
+    reward: float | None = None
+    calls: int = 0
+    metadata: RolloutMetadata = Field(default_factory=RolloutMetadata)
+
+
+class TerminalPage(BaseModel):
+    """Rollouts in the order in which they ended, from cursor `after` on."""
+
+    items: list[TerminalItem]
+    next_after: int
+    total_terminal: int
+
+
+class Event(BaseModel):
+    """Something that happened in an attempt: `reward`, `model_request`, or any name of the user's."""
+
+    event_type: str
+    rollout_id: str
+    attempt_id: str
+    timestamp: float
+    data: dict[str, Any]
+
+
+class EventCreate(BaseModel):
+    """POST body. `reward` data is {"value": finite number, "call_id"?: str, "message"?, "source"?, "reason"?}."""
+
+    event_type: str = Field(min_length=1, max_length=100)
+    data: dict[str, Any] = Field(default_factory=dict)
+
+
+class RewardData(BaseModel):
+    """Data of a `reward` event. Strings, booleans and non-finite numbers are refused (422)."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    value: FiniteFloat
+    call_id: str | None = None
+    message: str | None = None
+    source: str | None = None
+    reason: str | None = None
+
+
+class EngineModel(BaseModel):
+    """A registered engine, keyed by (model, endpoint). `endpoint` includes the OpenAI base path (`http://h:p/v1`)."""
+
+    model: str
+    endpoint: str
+    version: int = 0
+    kind: Literal["leyden", "vllm", "openai"] = "vllm"
+    max_model_len: int | None = None
+
+
+class ClaimRequest(BaseModel):
+    """Long poll for work. Each claimed rollout starts a new attempt, leased to the controller."""
+
+    controller_id: str = Field(min_length=1, max_length=200)
+    limit: int = Field(1, ge=1, le=1000)
+    lease_seconds: float = Field(30, gt=0, le=3600)
+    wait_seconds: float = Field(0, ge=0, le=60)
+
+
+class Claim(BaseModel):
+    """A leased attempt with the keys that its processes get. The keys are shown here once and stored hashed."""
+
+    rollout: Rollout
+    attempt_id: str
+    agent_key: str
+    grader_key: str | None = None
+
+
+class AttemptRef(BaseModel):
+    rollout_id: str
+    attempt_id: str
+
+
+class Heartbeat(BaseModel):
+    controller_id: str
+    lease_seconds: float = Field(30, gt=0, le=3600)
+    attempts: list[AttemptRef]
+
+
+class HeartbeatReply(BaseModel):
+    """`lost` attempts are no longer this controller's (cancelled, deleted, requeued): end their processes."""
+
+    lost: list[AttemptRef]
+
+
+class PhaseReport(BaseModel):
+    """`grading` means that the agent's processes are gone: its key is revoked, the grader's key opens."""
+
+    controller_id: str
+    phase: Literal["grading"]
+
+
+class OutcomeReport(BaseModel):
+    """How an attempt ended. Ends the attempt; a retry, if the class allows one, is queued by the gateway."""
+
+    controller_id: str
+    outcome: Outcome
+    reason: str | None = None
+    exit_code: int | None = None
+    signal: int | None = None
+    log_tail: str | None = Field(None, max_length=65536)
+
+
+class PauseRequest(BaseModel):
+    """Hold model calls. The lease runs out after `lease_seconds` unless renewed, so a dead owner can't stop the world."""
+
+    owner: str = "admin"
+    lease_seconds: float = Field(600, gt=0)
+    retry_after_seconds: int = 5
+    reason: str | None = None
+
+
+class PauseState(BaseModel):
+    paused: bool
+    owner: str | None = None
+    lease_expires_at: float | None = None
+    retry_after_seconds: int = 5
+    reason: str | None = None
+    inflight: int
+
+
+class CallRecord(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """One model call as recorded: exactly what the engine read and sampled.
+
+    Arrays travel as little-endian bytes: ids and versions int32, log-probs float32 (NaN where the engine gave none).
+    `logprobs` are of the distribution sampled from. Lengths of `response_ids`, `logprobs`, `versions` agree when
+    `untrainable` is None.
+    """
+
+    call_id: str
+    seq: int
+    """Order of arrival within the attempt."""
+    attempt_id: str
+    dialect: str
+    prompt_ids: bytes
+    response_ids: bytes
+    logprobs: bytes
+    versions: bytes
+    """Policy version of each sampled token."""
+    finish_reason: str
+    parent: str | None = None
+    """Call whose prompt + response this call's prompt extends token for token."""
+    break_reason: str | None = None
+    """Why this call's prompt was rendered in full although the conversation had earlier calls."""
+    break_index: int | None = None
+    """First token at which the prompt left what had been recorded before."""
+    delivered: bool = True
+    untrainable: str | None = None
+    """Why this call must not be trained; None when it may be."""
+    reward: float | None = None
+    requested: dict[str, Any] = msgspec.field(default_factory=dict)
+    """Sampling parameters that the client asked for."""
+    effective: dict[str, Any] = msgspec.field(default_factory=dict)
+    """Sampling parameters that were used."""
+    started_at: float = 0.0
+    ended_at: float = 0.0
+    engine: str | None = None
+    request: dict[str, Any] | None = None
+    """The client's messages and tools; left out unless asked for."""
+    response: dict[str, Any] | None = None
+    """The answer's message; left out unless asked for."""
+
+
+class Trajectory(msgspec.Struct, kw_only=True):
+    """GET /api/rollouts/{id}/trajectory, encoded with msgpack: all calls of the last attempt."""
+
+    rollout_id: str
+    attempt_id: str
+    outcome: str | None
+    reward: float | None
+    calls: list[CallRecord]
