@@ -63,14 +63,20 @@ class TrainingConfig(Section):
     loss: LossConfig = LossConfig()
     micro_batch_tokens: int = Field(4096, ge=16, description="padded tokens per forward pass; gradients accumulate")
     max_row_tokens: int = Field(8192, ge=16, description="longer rows are dropped, counted and named")
-    agent_error: Literal["reward", "drop"] = Field("reward", description="failed agents train on failure_reward, or not at all")
+    agent_error: Literal["reward", "drop"] = Field(
+        "reward", description="failed agents train on failure_reward, or not at all"
+    )
     timeout: Literal["reward", "drop"] = "reward"
     failure_reward: float = 0.0
     min_group: int = Field(2, ge=1, description="smaller groups of valid rollouts aren't trained")
-    max_infra_share: float = Field(0.5, ge=0, le=1, description="a step with a larger share of infra failures stops the run")
+    max_infra_share: float = Field(
+        0.5, ge=0, le=1, description="a step with a larger share of infra failures stops the run"
+    )
     checkpoint_every: int = Field(1, ge=1)
     keep_checkpoints: int = Field(2, ge=1)
-    stuck_after_seconds: float = Field(900, gt=0, description="no rollout ended for so long: the run stops and says on what")
+    stuck_after_seconds: float = Field(
+        900, gt=0, description="no rollout ended for so long: the run stops and says on what"
+    )
     threads: int | None = Field(None, ge=1, description="CPU threads of the update; default: all cores")
     device: Literal["auto", "cpu", "cuda"] = "auto"
 
@@ -134,7 +140,9 @@ class RunConfig(Section):
                 f"{self.training.min_group}: no group could ever train"
             )
         if self.sampling.temperature == 0:
-            raise ValueError("sampling.temperature=0 gives every rollout of a group the same answer: nothing to learn from")
+            raise ValueError(
+                "sampling.temperature=0 gives every rollout of a group the same answer: nothing to learn from"
+            )
         return self
 
 
