@@ -1,7 +1,7 @@
 """The run file: one YAML document, validated here, with `key=value` overrides.
 
-Every section is a pydantic model that forbids unknown keys; `load_run` turns pydantic's complaints into one sentence each,
-with the nearest right name. Relative paths in a run file are relative to that file.
+Every section is a pydantic model that forbids unknown keys; `load_run` turns pydantic's complaints into one sentence
+each, with the nearest right name. Relative paths in a run file are relative to that file.
 """
 
 from __future__ import annotations
@@ -30,87 +30,89 @@ class DataConfig(Section):
 
 
 class LoraConfig(Section):
-    rank: int = Field(16, ge=1)
-    alpha: float = Field(32, gt=0)
-    dropout: float = Field(0.0, ge=0, lt=1)
+    rank: int = Field(default=16, ge=1)
+    alpha: float = Field(default=32, gt=0)
+    dropout: float = Field(default=0.0, ge=0, lt=1)
     target_modules: list[str] | Literal["all-linear"] = "all-linear"
 
 
 class LossConfig(Section):
-    """Clipped policy-gradient loss. `rollout_mean` makes each rollout weigh the same however it fragmented into rows."""
+    """Clipped policy-gradient loss. Under `rollout_mean` a rollout's weight doesn't depend on how it became rows."""
 
-    clip_low: float = Field(0.2, gt=0, lt=1)
-    clip_high: float = Field(0.2, gt=0)
+    clip_low: float = Field(default=0.2, gt=0, lt=1)
+    clip_high: float = Field(default=0.2, gt=0)
     normalisation: Literal["rollout_mean", "token_mean"] = "rollout_mean"
 
 
 class TrainingConfig(Section):
-    """One step: `tasks_per_step` × `rollouts_per_task` rollouts, one pass over their rows, one optimizer step per epoch."""
+    """One step: `tasks_per_step` × `rollouts_per_task` rollouts, then one optimizer step an epoch over their rows."""
 
     backend: Literal["torch"] = "torch"
-    steps: int = Field(10, ge=0)
-    tasks_per_step: int = Field(8, ge=1)
-    rollouts_per_task: int = Field(8, ge=1)
-    learning_rate: float = Field(1e-5, gt=0)
+    steps: int = Field(default=10, ge=0)
+    tasks_per_step: int = Field(default=8, ge=1)
+    rollouts_per_task: int = Field(default=8, ge=1)
+    learning_rate: float = Field(default=1e-5, gt=0)
     betas: tuple[float, float] = (0.9, 0.99)
-    weight_decay: float = Field(0.0, ge=0)
-    warmup_steps: int = Field(0, ge=0)
-    grad_clip: float = Field(1.0, gt=0)
-    epochs: int = Field(1, ge=1, description="passes over a step's rows, each ending in an optimizer step")
+    weight_decay: float = Field(default=0.0, ge=0)
+    warmup_steps: int = Field(default=0, ge=0)
+    grad_clip: float = Field(default=1.0, gt=0)
+    epochs: int = Field(default=1, ge=1, description="passes over a step's rows, each ending in an optimizer step")
     lora: LoraConfig | None = None
     algorithm: Literal["grpo"] = "grpo"
-    advantage_std: bool = Field(True, description="divide by the group's standard deviation")
+    advantage_std: bool = Field(default=True, description="divide by the group's standard deviation")
     loss: LossConfig = LossConfig()
-    micro_batch_tokens: int = Field(4096, ge=16, description="padded tokens per forward pass; gradients accumulate")
-    max_row_tokens: int = Field(8192, ge=16, description="longer rows are dropped, counted and named")
+    micro_batch_tokens: int = Field(
+        default=4096, ge=16, description="padded tokens per forward pass; gradients accumulate"
+    )
+    max_row_tokens: int = Field(default=8192, ge=16, description="longer rows are dropped, counted and named")
     agent_error: Literal["reward", "drop"] = Field(
-        "reward", description="failed agents train on failure_reward, or not at all"
+        default="reward", description="failed agents train on failure_reward, or not at all"
     )
     timeout: Literal["reward", "drop"] = "reward"
     failure_reward: float = 0.0
-    min_group: int = Field(2, ge=1, description="smaller groups of valid rollouts aren't trained")
+    min_group: int = Field(default=2, ge=1, description="smaller groups of valid rollouts aren't trained")
     max_infra_share: float = Field(
-        0.5, ge=0, le=1, description="a step with a larger share of infra failures stops the run"
+        default=0.5, ge=0, le=1, description="a step with a larger share of infra failures stops the run"
     )
-    checkpoint_every: int = Field(1, ge=1)
-    keep_checkpoints: int = Field(2, ge=1)
+    checkpoint_every: int = Field(default=1, ge=1)
+    keep_checkpoints: int = Field(default=2, ge=1)
     stuck_after_seconds: float = Field(
-        900, gt=0, description="no rollout ended for so long: the run stops and says on what"
+        default=900, gt=0, description="no rollout ended for so long: the run stops and says on what"
     )
-    threads: int | None = Field(None, ge=1, description="CPU threads of the update; default: all cores")
+    threads: int | None = Field(default=None, ge=1, description="CPU threads of the update; default: all cores")
     device: Literal["auto", "cpu", "cuda"] = "auto"
 
 
 class ValidationConfig(Section):
-    """Held-out rollouts, never trained. They run before the first step, after the last, and every `every` steps (0: not)."""
+    """Held-out rollouts, never trained: before the first step, after the last, and every `every` steps (0: not)."""
 
-    tasks: int = Field(100, ge=0, description="first rows of the held-out set; 0 turns validation off")
-    every: int = Field(0, ge=0)
+    tasks: int = Field(default=100, ge=0, description="first rows of the held-out set; 0 turns validation off")
+    every: int = Field(default=0, ge=0)
     sampling: Sampling = Sampling(temperature=0.0)
 
 
 class EngineConfig(Section):
-    """The embedded engine. Thread count default: all cores but the share that agents need is measured, see docs/decisions.md."""
+    """The embedded engine. Defaults are measured (docs/decisions.md)."""
 
-    threads: int | None = Field(None, ge=1)
-    max_batch: int = Field(64, ge=1, description="sequences decoded together")
-    max_model_len: int | None = Field(None, ge=16, description="default: the model's own, at most 8192")
-    kv_cache_tokens: int | None = Field(None, ge=16, description="default: from free memory")
-    port: int = Field(0, ge=0, le=65535, description="0 picks a free one")
+    threads: int | None = Field(default=None, ge=1)
+    max_batch: int = Field(default=64, ge=1, description="sequences decoded together")
+    max_model_len: int | None = Field(default=None, ge=16, description="default: the model's own, at most 8192")
+    kv_cache_tokens: int | None = Field(default=None, ge=16, description="default: from free memory")
+    port: int = Field(default=0, ge=0, le=65535, description="0 picks a free one")
 
 
 class GatewayConfig(Section):
     host: str = "127.0.0.1"
-    port: int = Field(0, ge=0, le=65535, description="0 picks a free one")
-    request_timeout_seconds: float = Field(600, gt=0, description="longest wait for one model call")
-    keepalive_seconds: float = Field(10, gt=0)
-    replay_grace_seconds: float = Field(10, ge=0)
+    port: int = Field(default=0, ge=0, le=65535, description="0 picks a free one")
+    request_timeout_seconds: float = Field(default=600, gt=0, description="longest wait for one model call")
+    keepalive_seconds: float = Field(default=10, gt=0)
+    replay_grace_seconds: float = Field(default=10, ge=0)
 
 
 class ControllerConfig(Section):
-    concurrency: int = Field(16, ge=1, description="agents running at once")
-    lease_seconds: float = Field(30, gt=1)
-    log_bytes: int = Field(1_000_000, ge=1000, description="kept per attempt, head and tail")
+    concurrency: int = Field(default=16, ge=1, description="agents running at once")
+    lease_seconds: float = Field(default=30, gt=1)
+    log_bytes: int = Field(default=1_000_000, ge=1000, description="kept per attempt, head and tail")
     keep_workspaces: Literal["all", "failed", "none"] = "failed"
 
 
@@ -120,10 +122,10 @@ class RunConfig(Section):
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100)
     model: str = Field(description="Hugging Face id, local folder, or smollm2-135m-instruct")
     seed: int = 0
-    output_dir: str | None = Field(None, description="default: runs/NAME beside where the command was started")
+    output_dir: str | None = Field(default=None, description="default: runs/NAME beside where the command was started")
     agent: AgentSpec
     grader: GraderSpec | None = None
-    max_attempts: int = Field(3, ge=1)
+    max_attempts: int = Field(default=3, ge=1)
     data: DataConfig
     sampling: Sampling = Sampling()
     training: TrainingConfig = TrainingConfig()

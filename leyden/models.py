@@ -153,7 +153,7 @@ def _fetch_gguf(tmp: Path) -> Path:
 
 
 def _convert(gguf: Path, target: Path) -> None:
-    """GGUF → fp32 Hugging Face folder. A model loaded from GGUF refuses to be saved: its tensors move to a clean one."""
+    """GGUF → fp32 Hugging Face folder. A model loaded from GGUF can't be saved: its tensors move to a clean one."""
     print(f"converting {BUILT_IN} to a Hugging Face folder (about 20 s, once) …", file=sys.stderr, flush=True)
     try:
         import torch
@@ -168,7 +168,7 @@ def _convert(gguf: Path, target: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(where, gguf_file=gguf.name)
     dropped = {"_name_or_path", "_model_name_or_path", "quantization_config", "architectures", "transformers_version"}
     config = LlamaConfig(**{k: v for k, v in loaded.config.to_dict().items() if k not in dropped})
-    model = LlamaForCausalLM(config).to(torch.float32)
+    model = LlamaForCausalLM(config).float()
     model.load_state_dict(loaded.state_dict())
     stop = tokenizer.convert_tokens_to_ids("<|im_end|>")
     model.generation_config = GenerationConfig(bos_token_id=config.bos_token_id, eos_token_id=stop, pad_token_id=stop)

@@ -46,10 +46,10 @@ class Sampling(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    temperature: float = Field(1.0, ge=0)
-    top_p: float = Field(1.0, gt=0, le=1)
-    top_k: int = Field(0, ge=0, description="0 means off")
-    max_tokens: int | None = Field(None, ge=1)
+    temperature: float = Field(default=1.0, ge=0)
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    top_k: int = Field(default=0, ge=0, description="0 means off")
+    max_tokens: int | None = Field(default=None, ge=1)
 
 
 class AgentSpec(BaseModel):
@@ -59,8 +59,10 @@ class AgentSpec(BaseModel):
 
     command: list[str] | str
     env: dict[str, str] = Field(default_factory=dict)
-    directory: str | None = Field(None, description="working directory; None gives a fresh workspace per attempt")
-    timeout_seconds: float = Field(600, gt=0)
+    directory: str | None = Field(
+        default=None, description="working directory; None gives a fresh workspace per attempt"
+    )
+    timeout_seconds: float = Field(default=600, gt=0)
 
 
 class GraderSpec(BaseModel):
@@ -73,7 +75,7 @@ class GraderSpec(BaseModel):
 
     command: list[str] | str
     env: dict[str, str] = Field(default_factory=dict)
-    timeout_seconds: float = Field(120, gt=0)
+    timeout_seconds: float = Field(default=120, gt=0)
 
 
 class LocalConfig(BaseModel):
@@ -92,11 +94,11 @@ class K8sConfig(BaseModel):
 class RolloutConfig(BaseModel):
     """How a rollout is to be executed and sampled."""
 
-    timeout_seconds: float = Field(3600, gt=0, description="whole attempt, agent and grader together")
+    timeout_seconds: float = Field(default=3600, gt=0, description="whole attempt, agent and grader together")
     agent: AgentSpec | None = None
     grader: GraderSpec | None = None
     sampling: Sampling | None = None
-    max_attempts: int = Field(3, ge=1, description="attempts in all when one ends in `infra`")
+    max_attempts: int = Field(default=3, ge=1, description="attempts in all when one ends in `infra`")
     local: LocalConfig | None = None
     k8s: K8sConfig | None = None
 
@@ -121,7 +123,7 @@ class RolloutCreate(BaseModel):
     is_train: bool = True
     config: RolloutConfig | None = None
     metadata: RolloutMetadata | None = None
-    rollout_id: str | None = Field(None, min_length=1, max_length=200, pattern=r"^[A-Za-z0-9][A-Za-z0-9._:-]*$")
+    rollout_id: str | None = Field(default=None, min_length=1, max_length=200, pattern=r"^[A-Za-z0-9][A-Za-z0-9._:-]*$")
 
 
 class RolloutStatus(BaseModel):
@@ -263,9 +265,9 @@ class ClaimRequest(BaseModel):
     """Long poll for work. Each claimed rollout starts a new attempt, leased to the controller."""
 
     controller_id: str = Field(min_length=1, max_length=200)
-    limit: int = Field(1, ge=1, le=1000)
-    lease_seconds: float = Field(30, gt=0, le=3600)
-    wait_seconds: float = Field(0, ge=0, le=60)
+    limit: int = Field(default=1, ge=1, le=1000)
+    lease_seconds: float = Field(default=30, gt=0, le=3600)
+    wait_seconds: float = Field(default=0, ge=0, le=60)
 
 
 class Claim(BaseModel):
@@ -284,7 +286,7 @@ class AttemptRef(BaseModel):
 
 class Heartbeat(BaseModel):
     controller_id: str
-    lease_seconds: float = Field(30, gt=0, le=3600)
+    lease_seconds: float = Field(default=30, gt=0, le=3600)
     attempts: list[AttemptRef]
 
 
@@ -309,14 +311,14 @@ class OutcomeReport(BaseModel):
     reason: str | None = None
     exit_code: int | None = None
     signal: int | None = None
-    log_tail: str | None = Field(None, max_length=65536)
+    log_tail: str | None = Field(default=None, max_length=65536)
 
 
 class PauseRequest(BaseModel):
-    """Hold model calls. The lease runs out after `lease_seconds` unless renewed, so a dead owner can't stop the world."""
+    """Hold model calls. The lease runs out after `lease_seconds` unless renewed: a dead owner can't stop the world."""
 
     owner: str = "admin"
-    lease_seconds: float = Field(600, gt=0)
+    lease_seconds: float = Field(default=600, gt=0)
     retry_after_seconds: int = 5
     reason: str | None = None
 
