@@ -149,7 +149,7 @@ class RunConfig(Section):
 
 
 def load_run(path: Path, overrides: list[str] | None = None) -> RunConfig:
-    """Read and validate a run file, then apply `a.b=value` overrides (values are YAML).
+    """Read a run file, apply `a.b=value` overrides (values are YAML), validate, and make its paths absolute.
 
     Raises:
         ConfigError: with one line per fault, naming the key and the nearest right name.
@@ -166,9 +166,18 @@ def load_run(path: Path, overrides: list[str] | None = None) -> RunConfig:
         raise ConfigError(f"{path} must hold a mapping of settings, such as `name: …`, `model: …`, `agent: …`")
     raw = apply_overrides(raw, overrides or [])
     try:
-        return RunConfig.model_validate(raw)
+        config = RunConfig.model_validate(raw)
     except ValidationError as e:
         raise ConfigError("\n".join(_explain(err) for err in e.errors()) + f"\n(in {path})") from e
+    base = path.resolve().parent
+    config.data.train = str(base / config.data.train)
+    if config.data.heldout is not None:
+        config.data.heldout = str(base / config.data.heldout)
+    if config.agent.directory is not None:
+        config.agent.directory = str(base / config.agent.directory)
+    if (base / config.model).is_dir():
+        config.model = str(base / config.model)
+    return config
 
 
 def apply_overrides(raw: dict[str, Any], overrides: list[str]) -> dict[str, Any]:
