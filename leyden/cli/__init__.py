@@ -1,0 +1,53 @@
+"""The `leyden` command. One module a command; each imports what it needs only when it runs."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
+import typer
+
+from leyden.errors import LeydenError
+
+app = typer.Typer(
+    name="leyden",
+    help="Trains the model behind any AI agent by reinforcement learning while the agent runs unchanged.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def explained(command: Callable[P, T]) -> Callable[P, T]:
+    """Print a LeydenError as one `error:` line and exit with its code, and a Ctrl-C without a traceback."""
+
+    @functools.wraps(command)
+    def run(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return command(*args, **kwargs)
+        except LeydenError as e:
+            print(f"error: {e}", file=sys.stderr, flush=True)
+            raise typer.Exit(e.exit_code) from None
+        except KeyboardInterrupt:
+            print("interrupted", file=sys.stderr, flush=True)
+            raise typer.Exit(130) from None
+
+    return run
+
+
+from leyden.cli import audit, controller, engine, gateway, inspect, train  # noqa: E402
+
+app.command("train")(explained(train.train))
+app.command("gateway")(explained(gateway.gateway))
+app.command("controller")(explained(controller.controller))
+app.command("engine")(explained(engine.engine))
+app.command("rollouts")(explained(inspect.rollouts))
+app.command("show")(explained(inspect.show))
+app.command("logs")(explained(inspect.logs))
+app.command("audit")(explained(audit.audit))
+app.command("trainer", hidden=True)(explained(train.trainer))
