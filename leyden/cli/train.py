@@ -1,0 +1,199 @@
+"""`leyden train`: gateway, engine, controller and trainer under one supervisor; and the trainer process itself."""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import os
+import secrets
+import sys
+from pathlib import Path
+from typing import IO, Annotated
+
+import aiohttp
+import orjson
+import typer
+from rich.console import Console
+
+from leyden import preflight
+from leyden.client import LeydenClient
+from leyden.config import RunConfig, dump_run, load_run
+from leyden.errors import ConfigError, GatewayError, PreflightError
+from leyden.models import resolve_model
+from leyden.supervisor import Supervisor
+
+_READY_SECONDS = 180
+
+
+def train(
+    run_file: Annotated[Path, typer.Argument(help="the run file (YAML)")],
+    overrides: Annotated[list[str] | None, typer.Argument(help="settings, such as training.steps=20")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="go on at the last finished step")] = False,
+    gateway: Annotated[
+        str | None,
+        typer.Option(help="use this gateway and its controllers instead of starting them; key in LEYDEN_ADMIN_KEY"),
+    ] = None,
+) -> None:
+    """Train: starts everything the run needs on this machine, or attaches to a gateway."""
+    config = load_run(run_file, overrides)
+    run_dir = Path(config.output_dir or Path("runs") / config.name).resolve()
+    console = Console(stderr=True, soft_wrap=True)
+    model = check(config, run_dir, run_file.resolve().parent, resume=resume, remote=gateway is not None)
+    with _locked(run_dir):
+        text = dump_run(config)
+        (run_dir / "run.yaml").write_text(text)
+        console.print(f"[dim]{text}[/dim]", highlight=False)
+        asyncio.run(_supervise(config, run_dir, run_file.resolve().parent, model, resume=resume, gateway=gateway))
+
+
+def check(config: RunConfig, run_dir: Path, base_dir: Path, *, resume: bool, remote: bool) -> Path:
+    """Everything that can be known to fail before anything starts. Returns the model's folder.
+
+    Raises:
+        PreflightError, ConfigError: one sentence naming the thing and the fix.
+    """
+    from leyden.controller.local import check_command
+    from leyden.training.tasks import load_run_tasks
+
+    if not resume and (run_dir / "metrics.jsonl").exists():
+        raise PreflightError(
+            f"{run_dir} already holds a run: add --resume to go on with it, or set output_dir=… for a new one"
+        )
+    if remote and not os.environ.get("LEYDEN_ADMIN_KEY"):
+        raise PreflightError("--gateway needs that gateway's admin key in LEYDEN_ADMIN_KEY")
+    if not remote:
+        where = Path(config.agent.directory) if config.agent.directory else base_dir
+        check_command(config.agent.command, where, "agent")
+        if config.grader is not None:
+            check_command(config.grader.command, base_dir, "grader")
+    load_run_tasks(config)
+    model = resolve_model(config.model, base_dir)
+    parameters = preflight.count_parameters(model)
+    preflight.check_output(run_dir, parameters, config.training.keep_checkpoints)
+    preflight.check_memory(config, parameters)
+    return model
+
+
+async def _supervise(
+    config: RunConfig, run_dir: Path, base_dir: Path, model: Path, *, resume: bool, gateway: str | None
+) -> None:
+    keys = _keys(run_dir)
+    admin = os.environ["LEYDEN_ADMIN_KEY"] if gateway else keys["admin"]
+    env = {**os.environ, "LEYDEN_ADMIN_KEY": admin, "LEYDEN_ENGINE_KEY": keys["engine"], "PYTHONUNBUFFERED": "1"}
+    leyden = [sys.executable, "-m", "leyden"]
+    engine_port = preflight.pick_port("127.0.0.1", config.engine.port, "engine")
+    engine_url = f"http://127.0.0.1:{engine_port}"
+    supervisor = Supervisor(run_dir / "logs")
+    try:
+        if gateway is None:
+            host = config.gateway.host
+            port = preflight.pick_port(host, config.gateway.port, "gateway")
+            reach = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+            gateway = f"http://[{reach}]:{port}" if ":" in reach else f"http://{reach}:{port}"
+            await supervisor.start(
+                "gateway",
+                [*leyden, "gateway", "--host", host, "--port", str(port), "--store", str(run_dir / "store.sqlite")]
+                + ["--model", str(model), "--served-model-name", config.name]
+                + ["--request-timeout-seconds", str(config.gateway.request_timeout_seconds)]
+                + ["--keepalive-seconds", str(config.gateway.keepalive_seconds)]
+                + ["--replay-grace-seconds", str(config.gateway.replay_grace_seconds)],
+                env=env,
+            )
+            await supervisor.start(
+                "controller",
+                [*leyden, "controller", "--gateway", gateway, "--controller-id", "local"]
+                + ["--base-dir", str(base_dir), "--work-dir", str(run_dir)]
+                + ["--concurrency", str(config.controller.concurrency)]
+                + ["--lease-seconds", str(config.controller.lease_seconds)]
+                + ["--log-bytes", str(config.controller.log_bytes)]
+                + ["--keep-workspaces", config.controller.keep_workspaces],
+                env={k: v for k, v in env.items() if k != "LEYDEN_ENGINE_KEY"},
+            )
+        argv = [*leyden, "engine", "--model", str(model), "--served-model-name", config.name, "--port", str(engine_port)]
+        for flag, value in (
+            ("--threads", config.engine.threads),
+            ("--max-batch", config.engine.max_batch),
+            ("--max-model-len", config.engine.max_model_len),
+            ("--kv-cache-tokens", config.engine.kv_cache_tokens),
+        ):
+            argv += [flag, str(value)] if value is not None else []
+        await supervisor.start("engine", argv, env={k: v for k, v in env.items() if k != "LEYDEN_ADMIN_KEY"})
+        where, engine_key = gateway, keys["engine"]
+        await supervisor.wait_ready(
+            {"gateway": lambda: _gateway_ready(where, admin), "engine": lambda: _engine_ready(engine_url, engine_key)},
+            timeout=_READY_SECONDS,
+        )
+        _note_address(run_dir, gateway)
+        argv = [*leyden, "trainer", "--run-dir", str(run_dir), "--gateway", gateway, "--engine", engine_url]
+        argv += ["--model", str(model), *(["--resume"] if resume else [])]
+        await supervisor.run_foreground("trainer", argv, env=env)
+    finally:
+        await supervisor.stop()
+
+
+def trainer(
+    run_dir: Annotated[Path, typer.Option()],
+    gateway: Annotated[str, typer.Option()],
+    engine: Annotated[str, typer.Option()],
+    model: Annotated[Path, typer.Option()],
+    resume: Annotated[bool, typer.Option("--resume")] = False,
+) -> None:
+    """The trainer process, as `leyden train` starts it."""
+    from leyden.training.loop import run_trainer
+
+    config = load_run(run_dir / "run.yaml")
+    admin, engine_key = os.environ.pop("LEYDEN_ADMIN_KEY", ""), os.environ.pop("LEYDEN_ENGINE_KEY", "")
+    run_trainer(config, run_dir, model, gateway, admin, engine, engine_key, resume=resume)
+
+
+async def _gateway_ready(url: str, key: str) -> bool:
+    try:
+        async with LeydenClient(url, key, timeout=5, patience=0) as client:
+            await client.stats()
+    except GatewayError as e:
+        if e.status in (401, 403):
+            raise PreflightError(f"the gateway at {url} doesn't take the key in LEYDEN_ADMIN_KEY") from e
+        return False
+    return True
+
+
+async def _engine_ready(url: str, key: str) -> bool:
+    headers = {"Authorization": f"Bearer {key}"}
+    try:
+        async with (
+            aiohttp.ClientSession(headers=headers, timeout=aiohttp.ClientTimeout(total=5)) as session,
+            session.get(f"{url}/health") as answer,
+        ):
+            return answer.status == 200
+    except (aiohttp.ClientError, TimeoutError):
+        return False
+
+
+def _keys(run_dir: Path) -> dict[str, str]:
+    """This run's admin and engine keys, made once, readable by the owner alone."""
+    path = run_dir / "keys.json"
+    try:
+        return orjson.loads(path.read_bytes())
+    except FileNotFoundError:
+        keys = {"admin": f"ley-admin-{secrets.token_urlsafe(24)}", "engine": f"ley-engine-{secrets.token_urlsafe(24)}"}
+    except orjson.JSONDecodeError as e:
+        raise ConfigError(f"{path} is damaged; delete it, new keys are made") from e
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as f:
+        f.write(orjson.dumps(keys))
+    return keys
+
+
+def _note_address(run_dir: Path, gateway: str) -> None:
+    """Where a running run's gateway is, for people who want to talk to it."""
+    (run_dir / "gateway.json").write_bytes(orjson.dumps({"url": gateway, "supervisor_pid": os.getpid()}))
+
+
+def _locked(run_dir: Path) -> IO[str]:
+    """Keeps a second `leyden train` out of the folder. The lock goes with the process, however it ends."""
+    handle = (run_dir / ".lock").open("w")
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        handle.close()
+        raise PreflightError(f"another `leyden train` is using {run_dir}: wait for it, or set output_dir=…") from None
+    return handle
