@@ -1,0 +1,246 @@
+"""The local backend: agents and graders as processes of this machine."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+import orjson
+
+from leyden.controller.commands import Command, Unusable, build_command, build_env, class_command, env_from_map
+from leyden.controller.environment import agent_environment, grader_environment, inherited, markers
+from leyden.controller.logfile import BoundedLog, LastLine, Pump, file_name, log_path
+from leyden.controller.processes import Exited, ProcessTable
+from leyden.controller.reconcile import StepEnd, StepKind
+from leyden.schema import Claim
+
+GRACE: dict[StepKind, float] = {"exited": 0.0, "timeout": 1.0, "stopped": 0.5}
+"""Seconds between TERM and KILL. What an agent left running when it exited gets none; all is gone within 2 s."""
+
+
+@dataclass(frozen=True, slots=True)
+class LocalOptions:
+    """`base_dir` is the run file's folder; `gateway_url` is what agents are told, without a slash at the end."""
+
+    gateway_url: str
+    base_dir: Path
+    work_dir: Path
+    log_bytes: int = 1_000_000
+
+    @property
+    def logs_dir(self) -> Path:
+        return self.work_dir / "logs"
+
+
+class LocalBackend:
+    """Runs the steps of attempts. Each returns only when none of its processes is left."""
+
+    def __init__(self, options: LocalOptions, table: ProcessTable) -> None:
+        self._options = options
+        self._table = table
+        self._base = options.base_dir.resolve()
+        self._work = options.work_dir.resolve()
+
+    async def run_agent(self, claim: Claim, model: str | None, seconds: float, stop: asyncio.Event) -> StepEnd:
+        """Run the claimed attempt's agent for at most `seconds`, or until `stop`."""
+        rollout = claim.rollout
+        config = rollout.config
+        try:
+            env = self._inherited() | agent_environment(
+                self._options.gateway_url, rollout.rollout_id, claim.attempt_id, claim.agent_key, model
+            )
+            if config.agent:
+                env |= build_env(config.agent.env, rollout.input, "agent.env")
+            if config.local:
+                env |= env_from_map(rollout.input, config.local.env_map)
+            workspace = self._make_workspace(claim)
+            cwd = workspace
+            if config.agent:
+                directory = self._base / config.agent.directory if config.agent.directory else None
+                command = build_command(
+                    config.agent.command,
+                    rollout.input,
+                    name="agent.command",
+                    base=self._base,
+                    directory=directory,
+                    path=env["PATH"],
+                )
+                cwd = directory or workspace
+            elif config.local and config.local.agent_class:
+                # Agent Lightning's agents run where their code is.
+                command, cwd = class_command(config.local.agent_class, self._base), self._base
+            else:
+                raise Unusable("the rollout's config has neither agent.command nor local.agent_class")
+        except Unusable as e:
+            return StepEnd("not_started", reason=str(e))
+        except OSError as e:
+            return StepEnd("not_started", reason=f"can't make the attempt's workspace: {e}")
+        log = log_path(self._options.logs_dir, rollout.rollout_id, claim.attempt_id)
+        return await self._run(claim, "agent", command, env, cwd, log, seconds, stop)
+
+    async def run_grader(self, claim: Claim, agent: StepEnd, seconds: float, stop: asyncio.Event) -> StepEnd:
+        """Run the claimed attempt's grader in the workspace that the agent left."""
+        rollout = claim.rollout
+        spec = rollout.config.grader
+        if spec is None or claim.grader_key is None:
+            return StepEnd("not_started", reason="the gateway gave no key for the grader")
+        task_file = self._task_file(claim)
+        log = log_path(self._options.logs_dir, rollout.rollout_id, claim.attempt_id)
+        try:
+            env = self._inherited() | grader_environment(
+                self._options.gateway_url,
+                rollout.rollout_id,
+                claim.attempt_id,
+                claim.grader_key,
+                task_file,
+                log.resolve(),
+                agent.code if agent.code is not None else -(agent.signal or 0),
+            )
+            env |= build_env(spec.env, rollout.input, "grader.env")
+            command = build_command(
+                spec.command, rollout.input, name="grader.command", base=self._base, directory=None, path=env["PATH"]
+            )
+            _write_private(task_file, orjson.dumps(rollout.input))
+        except Unusable as e:
+            return StepEnd("not_started", reason=str(e))
+        except OSError as e:
+            return StepEnd("not_started", reason=f"can't write the grader's task file: {e}")
+        try:
+            grader_log = log.with_suffix(".grader.log")
+            return await self._run(claim, "grader", command, env, self.workspace(claim), grader_log, seconds, stop)
+        finally:
+            task_file.unlink(missing_ok=True)
+
+    async def clean(self, claim: Claim, *, keep_workspace: bool) -> None:
+        """Delete what the attempt left on disk, logs excepted."""
+        workspace = self.workspace(claim)
+        if keep_workspace or not workspace.exists():
+            return
+        try:
+            workspace.rmdir()
+        except OSError:
+            await asyncio.to_thread(_remove_tree, workspace)
+
+    def workspace(self, claim: Claim) -> Path:
+        """The attempt's own folder."""
+        name = f"{file_name(claim.rollout.rollout_id)}.{file_name(claim.attempt_id)}"
+        return self._work / "workspaces" / name
+
+    def tidy(self) -> None:
+        """Reap what ended by itself. Call now and then."""
+        self._table.tidy()
+
+    def _inherited(self) -> dict[str, str]:
+        return inherited(os.environ, self._options.gateway_url)
+
+    def _make_workspace(self, claim: Claim) -> Path:
+        workspace = self.workspace(claim)
+        workspace.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            workspace.mkdir(mode=0o700)
+        except FileExistsError:
+            # Left by another gateway's rollout of the same name: a workspace starts empty.
+            _remove_tree(workspace)
+            workspace.mkdir(mode=0o700)
+        return workspace
+
+    def _task_file(self, claim: Claim) -> Path:
+        return self._work / "tasks" / f"{self.workspace(claim).name}.json"
+
+    async def _run(
+        self,
+        claim: Claim,
+        step: str,
+        command: Command,
+        env: dict[str, str],
+        cwd: Path,
+        log_file: Path,
+        seconds: float,
+        stop: asyncio.Event,
+    ) -> StepEnd:
+        try:
+            log = BoundedLog(log_file, self._options.log_bytes)
+        except OSError as e:
+            return StepEnd("not_started", reason=f"can't write the {step}'s log: {e}")
+        output = LastLine()
+        # An agent's output stays in order through one pipe. A grader's standard output is its answer.
+        pumps: list[Pump] = []
+        try:
+            pumps.append(Pump(lambda data: (log.write(data), output.write(data))[0]))
+            if step == "grader":
+                pumps.append(Pump(log.write))
+        except OSError as e:
+            for pump in pumps:
+                pump.close()
+            log.close()
+            return StepEnd("not_started", reason=f"can't make a pipe for the {step}'s output: {e}")
+        tree = self._table.add(markers(claim.rollout.rollout_id, claim.attempt_id))
+        exited: Exited | None = None
+        process: subprocess.Popen[bytes] | None = None
+        ended: StepKind = "stopped"
+        try:
+            if not stop.is_set():
+                try:
+                    process = self._table.start(
+                        tree,
+                        command.argv,
+                        env=env,
+                        cwd=cwd,
+                        stdout=pumps[0].write_end,
+                        stderr=pumps[-1].write_end,
+                    )
+                except (OSError, ValueError, subprocess.SubprocessError) as e:
+                    reason = _cannot_start(step, command, cwd, e)
+                    log.write(f"leyden: {reason}\n".encode())
+                    return StepEnd("not_started", reason=reason, tail=log.tail())
+                for pump in pumps:
+                    pump.close_write_end()
+                exited = Exited(process.pid)
+                ended = await exited.wait(seconds, stop)
+            await self._table.end(tree, grace=GRACE[ended])
+        finally:
+            # Here after a cancellation too, when nothing may be awaited any more.
+            self._table.abandon(tree)
+            if exited is not None:
+                exited.close()
+            for pump in pumps:
+                pump.close()
+            log.close()
+        code = process.returncode if process is not None else None
+        return StepEnd(
+            ended,
+            code=code if code is not None and code >= 0 else None,
+            signal=-code if code is not None and code < 0 else None,
+            shell=command.shell,
+            last_line=log.last_line(),
+            output=output.text(),
+            tail=log.tail(),
+        )
+
+
+def _cannot_start(step: str, command: Command, cwd: Path, error: Exception) -> str:
+    if not cwd.is_dir():
+        return f"can't start the {step}: its folder {str(cwd)!r} doesn't exist"
+    why = error.strerror or str(error) if isinstance(error, OSError) else str(error)
+    return f"can't start the {step}'s command {command.shown!r}: {why}"
+
+
+def _write_private(path: Path, data: bytes) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.unlink(missing_ok=True)
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb") as file:
+        file.write(data)
+
+
+def _remove_tree(folder: Path) -> None:
+    """Delete a folder, also where an agent took its own right to write away."""
+    for path, _, _ in os.walk(folder):
+        try:
+            os.chmod(path, 0o700)
+        except OSError:
+            pass
+    shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,136 @@
+"""The life of rollouts and attempts, as plain functions over plain values: no store, no clock, no network.
+
+    queuing ──claim / PATCH running──► running ──ok with reward──► succeeded
+       ▲                                  │
+       └──── infra, attempts left ────────┴── anything else ─────► failed
+
+An attempt passes through phases: `agent` (its agent may call the model), `grading` (the agent's processes are gone),
+`ended`. Each key belongs to one phase.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from leyden.gateway.errors import Conflict, Invalid
+from leyden.schema import TERMINAL_STATES, Outcome, RolloutState
+
+
+class Phase(StrEnum):
+    AGENT = "agent"
+    GRADING = "grading"
+    ENDED = "ended"
+
+
+@dataclass(frozen=True, slots=True)
+class AttemptFacts:
+    """What the store knows about an attempt when it ends."""
+
+    has_grader: bool
+    reward: float | None
+    delivered_calls: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    outcome: Outcome
+    reason: str | None
+
+
+def settle(reported: Outcome, reason: str | None, facts: AttemptFacts) -> Ending:
+    """The ending of an attempt whose controller reported `reported`.
+
+    Only `ok` is questioned: without a delivered call or without a reward there is nothing to learn from it, and it must
+    not pass for a success.
+    """
+    if reported is not Outcome.OK:
+        return Ending(reported, reason)
+    if facts.delivered_calls == 0:
+        return Ending(
+            Outcome.AGENT_ERROR,
+            "made no model call: check that the agent uses OPENAI_BASE_URL (or ANTHROPIC_BASE_URL) and its key",
+        )
+    if facts.reward is None and facts.has_grader:
+        detail = f": {reason}" if reason else "; its last line of output must be a number or JSON with a reward key"
+        return Ending(Outcome.INFRA, f"grader printed no number{detail}")
+    if facts.reward is None:
+        return Ending(
+            Outcome.AGENT_ERROR,
+            "exited 0 without reporting a reward: post a reward event to LEYDEN_EVENT_URL, or configure a grader",
+        )
+    return Ending(Outcome.OK, reason)
+
+
+def next_state(outcome: Outcome, attempts: int, max_attempts: int) -> RolloutState:
+    """Where a rollout goes when its attempt number `attempts` has ended with `outcome`."""
+    if outcome is Outcome.OK:
+        return RolloutState.SUCCEEDED
+    if outcome is Outcome.INFRA and attempts < max_attempts:
+        return RolloutState.QUEUING
+    return RolloutState.FAILED
+
+
+@dataclass(frozen=True, slots=True)
+class PatchPlan:
+    """What a status PATCH does: `start` an attempt, `end` the rollout with `outcome`, or only change details."""
+
+    start: bool = False
+    end: RolloutState | None = None
+    outcome: Outcome | None = None
+
+
+def plan_patch(
+    rollout_id: str, current: RolloutState, target: RolloutState | None, outcome: Outcome | None, stored: Outcome | None
+) -> PatchPlan:
+    """Decide a PATCH of a rollout in state `current` whose last outcome is `stored`.
+
+    A repeated PATCH to the state that the rollout already has changes nothing, so that it can be retried. A rollout that
+    fails before any attempt ran is `cancelled` unless the caller says otherwise: no agent was at fault.
+
+    Raises:
+        Conflict: the state machine has no such transition.
+        Invalid: `outcome` contradicts the state asked for.
+    """
+    if target is None or target is current:
+        if current in TERMINAL_STATES and (target is None or (outcome is not None and outcome is not stored)):
+            raise Conflict(f"rollout {rollout_id} has already {current}; its status can't change any more")
+        return PatchPlan()
+    if current in TERMINAL_STATES:
+        raise Conflict(f"rollout {rollout_id} has already {current}; it can't become {target}")
+    if target is RolloutState.QUEUING:
+        raise Conflict(f"rollout {rollout_id} is {current}; only the gateway puts rollouts back in the queue")
+    if target is RolloutState.RUNNING:
+        return PatchPlan(start=True)
+    if target is RolloutState.SUCCEEDED:
+        if current is RolloutState.QUEUING:
+            raise Conflict(f"rollout {rollout_id} is queuing; it can't succeed before it has run")
+        if outcome not in (None, Outcome.OK):
+            raise Invalid(f"a rollout that succeeded has outcome ok, not {outcome}")
+        return PatchPlan(end=target, outcome=Outcome.OK)
+    if outcome is Outcome.OK:
+        raise Invalid("a rollout that failed can't have outcome ok")
+    default = Outcome.CANCELLED if current is RolloutState.QUEUING else Outcome.AGENT_ERROR
+    return PatchPlan(end=target, outcome=outcome or default)
+
+
+def lease_expired(lease_expires_at: float | None, now: float) -> bool:
+    """Whether a leased attempt is lost. Attempts without a lease (Agent Lightning clients) never expire."""
+    return lease_expires_at is not None and lease_expires_at <= now
+
+
+def name_attempt(rollout_id: str, attempt_id: str) -> str:
+    return f"attempt {attempt_id} of rollout {rollout_id}"
+
+
+def check_holder(rollout_id: str, attempt_id: str, holder: str | None, controller_id: str, phase: Phase) -> None:
+    """Refuse a report about an attempt that isn't (or is no longer) `controller_id`'s.
+
+    Raises:
+        Conflict: with a sentence that says why.
+    """
+    who = name_attempt(rollout_id, attempt_id)
+    if phase is Phase.ENDED:
+        raise Conflict(f"{who} has ended; this report came too late and was counted")
+    if holder != controller_id:
+        raise Conflict(f"{who} isn't held by controller {controller_id}")

@@ -1,0 +1,292 @@
+"""SQL of attempts: claiming, leases, phases, outcomes. Decisions are those of leyden.gateway.lifecycle."""
+
+from __future__ import annotations
+
+import sqlite3
+import time
+
+from leyden.gateway import keys
+from leyden.gateway.errors import Conflict, NotFound
+from leyden.gateway.lifecycle import (
+    AttemptFacts,
+    Ending,
+    Phase,
+    check_holder,
+    name_attempt,
+    next_state,
+    plan_patch,
+    settle,
+)
+from leyden.gateway.store import rollouts
+from leyden.gateway.store.records import AttemptInfo, Changed, Ended, KeyOwner, Late
+from leyden.schema import (
+    AttemptRef,
+    Claim,
+    ClaimRequest,
+    Heartbeat,
+    HeartbeatReply,
+    Outcome,
+    OutcomeReport,
+    PhaseReport,
+    RolloutConfig,
+    RolloutState,
+    StatusPatch,
+)
+
+
+def attempt_row(db: sqlite3.Connection, rollout_id: str, attempt_id: str) -> sqlite3.Row:
+    row = db.execute(
+        "SELECT a.*, r.config, r.is_train, r.run FROM attempts a JOIN rollouts r USING (rollout_id)"
+        " WHERE a.rollout_id = ? AND a.attempt_id = ?",
+        (rollout_id, attempt_id),
+    ).fetchone()
+    if row is None:
+        rollouts.rollout_row(db, rollout_id)
+        raise NotFound(f"rollout {rollout_id} has no attempt {attempt_id}")
+    return row
+
+
+def info(db: sqlite3.Connection, rollout_id: str, attempt_id: str) -> AttemptInfo:
+    row = attempt_row(db, rollout_id, attempt_id)
+    config = RolloutConfig.model_validate_json(row["config"])
+    return AttemptInfo(
+        rollout_id=rollout_id,
+        attempt_id=attempt_id,
+        phase=Phase(row["phase"]),
+        is_train=bool(row["is_train"]),
+        has_grader=config.grader is not None,
+        sampling=config.sampling,
+        run=row["run"],
+    )
+
+
+def owner_of(db: sqlite3.Connection, key_hash: bytes) -> KeyOwner | None:
+    row = db.execute("SELECT * FROM keys WHERE hash = ?", (key_hash,)).fetchone()
+    if row is None or not keys.same(row["hash"], key_hash):
+        return None
+    attempt = info(db, row["rollout_id"], row["attempt_id"])
+    return KeyOwner(row["kind"], attempt.rollout_id, attempt.attempt_id, attempt.phase, attempt.has_grader)
+
+
+def count_late(db: sqlite3.Connection, rollout_id: str, attempt_id: str) -> None:
+    db.execute(
+        "UPDATE attempts SET late_writes = late_writes + 1 WHERE rollout_id = ? AND attempt_id = ?",
+        (rollout_id, attempt_id),
+    )
+
+
+def start(
+    db: sqlite3.Connection,
+    rollout_id: str,
+    attempt_id: str | None,
+    controller_id: str | None,
+    lease_seconds: float | None,
+) -> str:
+    """Start the next attempt of a queuing rollout and move the rollout to running. Returns the attempt's id."""
+    now = time.time()
+    if attempt_id is None:
+        attempt_id = str(
+            db.execute("SELECT count(*) FROM attempts WHERE rollout_id = ?", (rollout_id,)).fetchone()[0]
+        )
+    try:
+        db.execute(
+            "INSERT INTO attempts (rollout_id, attempt_id, controller_id, phase, started_at, lease_seconds,"
+            " lease_expires_at) VALUES (?, ?, ?, ?, ?, ?, ?)",
+            (
+                rollout_id,
+                attempt_id,
+                controller_id,
+                Phase.AGENT,
+                now,
+                lease_seconds,
+                now + lease_seconds if lease_seconds else None,
+            ),
+        )
+    except sqlite3.IntegrityError:
+        raise Conflict(f"rollout {rollout_id} already had an attempt {attempt_id}") from None
+    rollouts.set_state(
+        db,
+        rollout_id,
+        RolloutState.RUNNING,
+        last_attempt_id=attempt_id,
+        outcome=None,
+        error_message=None,
+        reward=None,
+        calls=0,
+    )
+    return attempt_id
+
+
+def claim(db: sqlite3.Connection, request: ClaimRequest) -> list[Claim]:
+    """Lease the oldest queuing rollouts to a controller, each as a new attempt with new keys."""
+    waiting = db.execute(
+        "SELECT rollout_id FROM rollouts WHERE state = ? ORDER BY seq LIMIT ?", (RolloutState.QUEUING, request.limit)
+    ).fetchall()
+    claims = []
+    for (rollout_id,) in waiting:
+        attempt_id = start(db, rollout_id, None, request.controller_id, request.lease_seconds)
+        rollout = rollouts.to_rollout(rollouts.rollout_row(db, rollout_id))
+        agent_key = _new_key(db, keys.KeyKind.AGENT, rollout_id, attempt_id)
+        grader_key = _new_key(db, keys.KeyKind.GRADER, rollout_id, attempt_id) if rollout.config.grader else None
+        claims.append(Claim(rollout=rollout, attempt_id=attempt_id, agent_key=agent_key, grader_key=grader_key))
+    return claims
+
+
+def _new_key(db: sqlite3.Connection, kind: keys.KeyKind, rollout_id: str, attempt_id: str) -> str:
+    key = keys.mint(kind)
+    db.execute("INSERT INTO keys VALUES (?, ?, ?, ?)", (keys.digest(key), str(kind), rollout_id, attempt_id))
+    return key
+
+
+def end(
+    db: sqlite3.Connection,
+    row: sqlite3.Row,
+    ending: Ending,
+    *,
+    state: RolloutState | None = None,
+    reported: Outcome | None = None,
+    report: OutcomeReport | None = None,
+) -> Ended:
+    """Close an attempt and move its rollout on: to `state`, or to where its outcome leads."""
+    rollout_id, attempt_id = row["rollout_id"], row["attempt_id"]
+    db.execute(
+        "UPDATE attempts SET phase = ?, outcome = ?, reported = ?, reason = ?, exit_code = ?, signal = ?, log_tail = ?,"
+        " ended_at = ?, lease_expires_at = NULL WHERE rollout_id = ? AND attempt_id = ?",
+        (
+            Phase.ENDED,
+            str(ending.outcome),
+            str(reported) if reported else None,
+            ending.reason,
+            report.exit_code if report else None,
+            report.signal if report else None,
+            report.log_tail if report else None,
+            time.time(),
+            rollout_id,
+            attempt_id,
+        ),
+    )
+    if state is None:
+        config = RolloutConfig.model_validate_json(row["config"])
+        attempts = db.execute("SELECT count(*) FROM attempts WHERE rollout_id = ?", (rollout_id,)).fetchone()[0]
+        state = next_state(ending.outcome, attempts, config.max_attempts)
+    error = None if ending.outcome is Outcome.OK else ending.reason
+    rollouts.set_state(db, rollout_id, state, outcome=str(ending.outcome), error_message=error)
+    return Ended(rollout_id, attempt_id, requeued=state is RolloutState.QUEUING)
+
+
+def report_outcome(
+    db: sqlite3.Connection, rollout_id: str, attempt_id: str, report: OutcomeReport
+) -> Changed | Late:
+    row = attempt_row(db, rollout_id, attempt_id)
+    phase = Phase(row["phase"])
+    if phase is Phase.ENDED and row["controller_id"] == report.controller_id and row["reported"] == report.outcome:
+        return Changed(rollouts.to_rollout(rollouts.rollout_row(db, rollout_id)))  # The report was repeated.
+    try:
+        check_holder(rollout_id, attempt_id, row["controller_id"], report.controller_id, phase)
+    except Conflict as e:
+        count_late(db, rollout_id, attempt_id)
+        return Late(str(e))
+    config = RolloutConfig.model_validate_json(row["config"])
+    facts = AttemptFacts(config.grader is not None, row["reward"], row["delivered"])
+    ended = end(db, row, settle(report.outcome, report.reason, facts), reported=report.outcome, report=report)
+    return Changed(rollouts.to_rollout(rollouts.rollout_row(db, rollout_id)), [ended])
+
+
+def report_phase(db: sqlite3.Connection, rollout_id: str, attempt_id: str, report: PhaseReport) -> Late | None:
+    row = attempt_row(db, rollout_id, attempt_id)
+    try:
+        check_holder(rollout_id, attempt_id, row["controller_id"], report.controller_id, Phase(row["phase"]))
+    except Conflict as e:
+        count_late(db, rollout_id, attempt_id)
+        return Late(str(e))
+    db.execute(
+        "UPDATE attempts SET phase = ? WHERE rollout_id = ? AND attempt_id = ?", (Phase.GRADING, rollout_id, attempt_id)
+    )
+    return None
+
+
+def patch(db: sqlite3.Connection, rollout_id: str, status: StatusPatch) -> Changed:
+    row = rollouts.rollout_row(db, rollout_id)
+    stored = Outcome(row["outcome"]) if row["outcome"] else None
+    plan = plan_patch(rollout_id, RolloutState(row["state"]), status.state, status.outcome, stored)
+    ended: list[Ended] = []
+    if plan.start:
+        start(db, rollout_id, status.last_attempt_id, None, None)
+    elif plan.end is not None and plan.outcome is not None:
+        reason = status.error_message
+        open_attempt = db.execute(
+            "SELECT a.*, r.config FROM attempts a JOIN rollouts r USING (rollout_id)"
+            " WHERE a.rollout_id = ? AND a.ended_at IS NULL",
+            (rollout_id,),
+        ).fetchone()
+        if open_attempt is not None:
+            ended.append(end(db, open_attempt, Ending(plan.outcome, reason), state=plan.end))
+        else:
+            rollouts.set_state(db, rollout_id, plan.end, outcome=str(plan.outcome), error_message=reason)
+    if status.state is not None and status.state not in (RolloutState(row["state"]), RolloutState.RUNNING):
+        details = {"k8s_job_name": status.k8s_job_name}
+    else:
+        details = {"k8s_job_name": status.k8s_job_name, "error_message": status.error_message}
+    for column, value in details.items():
+        if value is not None:
+            db.execute(
+                f"UPDATE rollouts SET {column} = ?, version = version + 1, updated_at = ? WHERE rollout_id = ?",
+                (value, time.time(), rollout_id),
+            )
+    return Changed(rollouts.to_rollout(rollouts.rollout_row(db, rollout_id)), ended)
+
+
+def delete(db: sqlite3.Connection, rollout_id: str) -> list[Ended]:
+    open_attempts = db.execute(
+        "SELECT attempt_id FROM attempts WHERE rollout_id = ? AND ended_at IS NULL", (rollout_id,)
+    ).fetchall()
+    rollouts.delete(db, rollout_id)
+    return [Ended(rollout_id, r[0], requeued=False) for r in open_attempts]
+
+
+def heartbeat(db: sqlite3.Connection, beat: Heartbeat) -> HeartbeatReply:
+    lost: list[AttemptRef] = []
+    expires = time.time() + beat.lease_seconds
+    for ref in beat.attempts:
+        done = db.execute(
+            "UPDATE attempts SET lease_expires_at = ?, lease_seconds = ? WHERE rollout_id = ? AND attempt_id = ?"
+            " AND controller_id = ? AND ended_at IS NULL",
+            (expires, beat.lease_seconds, ref.rollout_id, ref.attempt_id, beat.controller_id),
+        )
+        if done.rowcount == 0:
+            lost.append(ref)
+    return HeartbeatReply(lost=lost)
+
+
+_OPEN = "SELECT a.*, r.config FROM attempts a JOIN rollouts r USING (rollout_id) WHERE a.ended_at IS NULL"
+
+
+def release(db: sqlite3.Connection, controller_id: str) -> list[Ended]:
+    """End what an earlier process of this controller held."""
+    rows = db.execute(f"{_OPEN} AND a.controller_id = ?", (controller_id,)).fetchall()
+    reason = f"controller {controller_id} restarted while it ran this attempt"
+    return [end(db, row, Ending(Outcome.INFRA, reason)) for row in rows]
+
+
+def expire(db: sqlite3.Connection, now: float) -> list[Ended]:
+    """End attempts whose lease ran out."""
+    rows = db.execute(f"{_OPEN} AND a.lease_expires_at <= ?", (now,)).fetchall()
+    out = []
+    for row in rows:
+        who = name_attempt(row["rollout_id"], row["attempt_id"])
+        reason = f"controller {row['controller_id']} stopped sending heartbeats for {who}"
+        out.append(end(db, row, Ending(Outcome.INFRA, reason)))
+    return out
+
+
+def next_expiry(db: sqlite3.Connection) -> float | None:
+    return db.execute("SELECT min(lease_expires_at) FROM attempts WHERE ended_at IS NULL").fetchone()[0]
+
+
+def renew_all(db: sqlite3.Connection, now: float) -> None:
+    """Give every lease its full length again, after a time in which no heartbeat could arrive."""
+    db.execute(
+        "UPDATE attempts SET lease_expires_at = max(lease_expires_at, ? + lease_seconds)"
+        " WHERE ended_at IS NULL AND lease_expires_at IS NOT NULL",
+        (now,),
+    )

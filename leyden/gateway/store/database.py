@@ -1,0 +1,219 @@
+"""One SQLite file in WAL mode: a writer thread with group commit, and reader threads that never block it.
+
+Writes queue up; the writer takes all that are waiting into one transaction, each in its own savepoint, and answers them
+after the commit has reached the disk (`synchronous=FULL`). So an answered write survives a kill or a power cut, and the
+cost of a sync is shared by all who wait for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import os
+import queue
+import sqlite3
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from leyden.errors import PreflightError
+from leyden.gateway.errors import StoreUnavailable
+from leyden.gateway.store.ddl import MIGRATIONS
+
+T = TypeVar("T")
+
+MAX_QUEUED_WRITES = 20_000
+MAX_GROUP = 256
+"""Writes per transaction. More would lengthen the wait of the first without saving many syncs."""
+
+_NO_SPACE = {sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN}
+
+
+@dataclass(slots=True)
+class _Write:
+    work: Callable[[sqlite3.Connection], Any]
+    loop: asyncio.AbstractEventLoop
+    future: asyncio.Future[Any]
+    result: Any = None
+    error: BaseException | None = None
+
+
+class Database:
+    """Open with `Database(path)`; `close` waits for queued writes."""
+
+    def __init__(self, path: Path, *, readers: int = 2) -> None:
+        self.path = path
+        self._lock_file = _lock(path)
+        self._local = threading.local()
+        self._reader_connections: list[sqlite3.Connection] = []
+        try:
+            self._writer = _connect(path)
+            _migrate(self._writer, path)
+        except sqlite3.Error as e:
+            raise PreflightError(f"can't open the store {path}: {e}; is the disk full or the file damaged?") from e
+        self._queue: queue.Queue[_Write | None] = queue.Queue(MAX_QUEUED_WRITES)
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name="leyden-store-writer", daemon=True)
+        self._thread.start()
+        self._readers = ThreadPoolExecutor(readers, thread_name_prefix="leyden-store-reader")
+
+    async def write(self, work: Callable[[sqlite3.Connection], T]) -> T:
+        """Run `work` in the writer, durably. When it raises, nothing that it did is kept.
+
+        Raises:
+            StoreUnavailable: the disk is full or failing, or writes come faster than the disk takes them.
+        """
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[T] = loop.create_future()
+        if self._closed:
+            raise StoreUnavailable("the gateway is shutting down and takes no more writes", status=503)
+        try:
+            self._queue.put_nowait(_Write(work, loop, future))
+        except queue.Full:
+            raise StoreUnavailable(
+                f"the store is {MAX_QUEUED_WRITES} writes behind and can't take another; try again later", status=503
+            ) from None
+        # A caller that goes away must not undo what others may already rely on: the write goes on.
+        return await asyncio.shield(future)
+
+    async def read(self, work: Callable[[sqlite3.Connection], T]) -> T:
+        """Run `work` on a reader connection, in one snapshot, off the event loop."""
+        return await asyncio.get_running_loop().run_in_executor(self._readers, self._read, work)
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        self._queue.put(None)
+        self._thread.join(timeout=30)
+        self._readers.shutdown(wait=True)
+        for connection in self._reader_connections:
+            connection.close()
+        self._writer.close()
+        os.close(self._lock_file)
+
+    def _read(self, work: Callable[[sqlite3.Connection], T]) -> T:
+        connection: sqlite3.Connection | None = getattr(self._local, "connection", None)
+        if connection is None:
+            connection = _connect(self.path)
+            connection.execute("PRAGMA query_only = 1")
+            self._local.connection = connection
+            self._reader_connections.append(connection)
+        connection.execute("BEGIN")
+        try:
+            return work(connection)
+        finally:
+            connection.execute("COMMIT")
+
+    def _run(self) -> None:
+        closing = False
+        while not closing:
+            first = self._queue.get()
+            if first is None:
+                return
+            group = [first]
+            while len(group) < MAX_GROUP:
+                try:
+                    item = self._queue.get_nowait()
+                except queue.Empty:
+                    break
+                if item is None:
+                    closing = True
+                    break
+                group.append(item)
+            self._commit(group)
+            _answer(group)
+
+    def _commit(self, group: list[_Write]) -> None:
+        db = self._writer
+        try:
+            db.execute("BEGIN IMMEDIATE")
+            for item in group:
+                db.execute("SAVEPOINT one")
+                try:
+                    item.result = item.work(db)
+                except BaseException as e:
+                    item.error = _explain(e, self.path)
+                    if not db.in_transaction:  # SQLite gave up the whole transaction, as it may when the disk is full.
+                        raise
+                    db.execute("ROLLBACK TO one")
+                db.execute("RELEASE one")
+            db.execute("COMMIT")
+        except BaseException as e:
+            if db.in_transaction:
+                db.execute("ROLLBACK")
+            error = _explain(e, self.path)
+            for item in group:
+                item.error = item.error or error
+
+
+def _answer(group: list[_Write]) -> None:
+    """Resolve the futures of a group, with one wake-up per event loop."""
+
+    def resolve(items: list[_Write]) -> None:
+        for item in items:
+            if item.future.done():
+                continue
+            if item.error is not None:
+                item.future.set_exception(item.error)
+                item.future.exception()  # Read once, so that an abandoned write isn't reported as never retrieved.
+            else:
+                item.future.set_result(item.result)
+
+    loops = {id(item.loop): item.loop for item in group}
+    for key, loop in loops.items():
+        try:
+            loop.call_soon_threadsafe(resolve, [i for i in group if id(i.loop) == key])
+        except RuntimeError:  # The loop is closed: nobody waits any more.
+            continue
+
+
+def _explain(error: BaseException, path: Path) -> BaseException:
+    code = getattr(error, "sqlite_errorcode", None)
+    if isinstance(error, sqlite3.Error) and isinstance(code, int) and (code & 0xFF) in _NO_SPACE:
+        return StoreUnavailable(
+            f"the store can't write to {path.name}: {error}; nothing of this request was kept, free some disk space and "
+            "try again"
+        )
+    return error
+
+
+def _connect(path: Path) -> sqlite3.Connection:
+    connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=30)
+    connection.row_factory = sqlite3.Row
+    connection.execute("PRAGMA journal_mode = WAL")
+    connection.execute("PRAGMA synchronous = FULL")
+    connection.execute("PRAGMA cache_size = -16000")
+    return connection
+
+
+def _migrate(db: sqlite3.Connection, path: Path) -> None:
+    db.execute("CREATE TABLE IF NOT EXISTS migrations (version INTEGER PRIMARY KEY, applied_at REAL NOT NULL)")
+    done = db.execute("SELECT coalesce(max(version), 0) FROM migrations").fetchone()[0]
+    if done > len(MIGRATIONS):
+        raise PreflightError(
+            f"the store {path} was written by a newer Leyden (schema {done}, this one knows {len(MIGRATIONS)}); upgrade"
+        )
+    for version, script in enumerate(MIGRATIONS[done:], start=done + 1):
+        db.executescript(
+            f"BEGIN IMMEDIATE;{script};INSERT INTO migrations VALUES ({version}, {time.time()});COMMIT;"
+        )
+
+
+def _lock(path: Path) -> int:
+    """Hold `path`.lock for this process: two gateways on one store would each believe the other's attempts unknown."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle = os.open(path.with_name(path.name + ".lock"), os.O_RDWR | os.O_CREAT, 0o600)
+    except OSError as e:
+        raise PreflightError(f"can't write the store {path}: {e.strerror}") from e
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(handle)
+        raise PreflightError(f"the store {path} is in use by another gateway; stop it or choose another store") from None
+    return handle

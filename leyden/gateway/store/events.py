@@ -1,0 +1,144 @@
+"""SQL of events: rewards and other reports of agents and graders; model calls appear among them when read."""
+
+from __future__ import annotations
+
+import hashlib
+import sqlite3
+import time
+from typing import Any
+
+import numpy as np
+import orjson
+
+from leyden.gateway.errors import Invalid
+from leyden.gateway.lifecycle import Phase, name_attempt
+from leyden.gateway.store import calls, rollouts
+from leyden.gateway.store.attempts import attempt_row, count_late
+from leyden.gateway.store.records import Late, StoredCall
+from leyden.schema import Event, RewardData
+
+
+def add(
+    db: sqlite3.Connection,
+    rollout_id: str,
+    attempt_id: str,
+    event_type: str,
+    data: dict[str, Any],
+    reward: RewardData | None,
+    idempotency_key: str | None,
+) -> Event | Late:
+    """Append an event to an open attempt; a reward without `call_id` becomes the attempt's reward, the last one wins."""
+    row = attempt_row(db, rollout_id, attempt_id)
+    body_hash = hashlib.sha256(orjson.dumps([event_type, data], option=orjson.OPT_SORT_KEYS)).digest()
+    scope = f"event:{rollout_id}:{attempt_id}:{idempotency_key}"
+    if idempotency_key is not None:
+        known = rollouts.recall(db, scope, body_hash)
+        if known is not None:
+            return Event.model_validate(known)
+    if Phase(row["phase"]) is Phase.ENDED:
+        count_late(db, rollout_id, attempt_id)
+        return Late(f"{name_attempt(rollout_id, attempt_id)} has ended; this event came too late and was counted")
+    call_id = reward.call_id.removeprefix("chatcmpl-") if reward is not None and reward.call_id is not None else None
+    if reward is not None and call_id is not None:
+        done = db.execute(
+            "UPDATE calls SET reward = ? WHERE call_id = ? AND rollout_id = ? AND attempt_id = ?",
+            (reward.value, call_id, rollout_id, attempt_id),
+        )
+        if done.rowcount == 0:
+            raise Invalid(f"{name_attempt(rollout_id, attempt_id)} has no call {reward.call_id}")
+    elif reward is not None:
+        db.execute(
+            "UPDATE attempts SET reward = ? WHERE rollout_id = ? AND attempt_id = ?",
+            (reward.value, rollout_id, attempt_id),
+        )
+        db.execute(
+            "UPDATE rollouts SET reward = ? WHERE rollout_id = ? AND last_attempt_id = ?",
+            (reward.value, rollout_id, attempt_id),
+        )
+    event = Event(
+        event_type=event_type, rollout_id=rollout_id, attempt_id=attempt_id, timestamp=time.time(), data=data
+    )
+    db.execute(
+        "INSERT INTO events (rollout_id, attempt_id, event_type, timestamp, data) VALUES (?, ?, ?, ?, ?)",
+        (rollout_id, attempt_id, event_type, event.timestamp, orjson.dumps(data).decode()),
+    )
+    if idempotency_key is not None:
+        rollouts.remember(db, scope, body_hash, event.model_dump(mode="json"))
+    return event
+
+
+def of_last_attempt(db: sqlite3.Connection, rollout_id: str, event_type: str | None, *, triplet: bool) -> bytes:
+    """Events of the last attempt as a JSON array, in order.
+
+    With `triplet`, model calls are cut down to what training takes, and those that must not be trained are left out.
+    """
+    attempt_id = rollouts.rollout_row(db, rollout_id)["last_attempt_id"]
+    if attempt_id is None:
+        return b"[]"
+    where, values = ("AND event_type = ?", [event_type]) if event_type else ("", [])
+    rows = db.execute(
+        f"SELECT * FROM events WHERE rollout_id = ? AND attempt_id = ? {where} ORDER BY seq",
+        (rollout_id, attempt_id, *values),
+    ).fetchall()
+    recorded: dict[str, StoredCall] = {}
+    if any(row["call_id"] is not None for row in rows):
+        recorded = {c.call_id: c for c in calls.of_attempt(db, rollout_id, attempt_id, content=not triplet)}
+    out = []
+    for row in rows:
+        if row["call_id"] is None:
+            data = orjson.loads(row["data"])
+        elif triplet:
+            call = recorded[row["call_id"]]
+            if not call.delivered or call.untrainable is not None:
+                continue
+            data = _triplet(call)
+        else:
+            data = _model_request(recorded[row["call_id"]])
+        out.append(
+            {
+                "event_type": row["event_type"],
+                "rollout_id": rollout_id,
+                "attempt_id": attempt_id,
+                "timestamp": row["timestamp"],
+                "data": data,
+            }
+        )
+    return orjson.dumps(out, option=orjson.OPT_SERIALIZE_NUMPY)
+
+
+def _server(call: StoredCall) -> dict[str, Any]:
+    versions = np.frombuffer(call.versions, "<i4")
+    return {"model": call.model, "version": int(versions.min()) if len(versions) else None}
+
+
+def _triplet(call: StoredCall) -> dict[str, Any]:
+    return {
+        "prompt_token_ids": np.frombuffer(call.prompt_ids, "<i4"),
+        "response_token_ids": np.frombuffer(call.response_ids, "<i4"),
+        "response_log_probs": np.frombuffer(call.logprobs, "<f4"),
+        "server": _server(call),
+    }
+
+
+def _model_request(call: StoredCall) -> dict[str, Any]:
+    logprobs = [{"logprob": float(x)} for x in np.frombuffer(call.logprobs, "<f4")]
+    return {
+        "call_id": call.call_id,
+        "delivered": call.delivered,
+        "untrainable": call.untrainable,
+        "request": {"model": call.model, "messages": call.messages, "tools": call.tools, **call.requested},
+        "response": {
+            "id": f"chatcmpl-{call.call_id}",
+            "prompt_token_ids": np.frombuffer(call.prompt_ids, "<i4"),
+            "choices": [
+                {
+                    "index": 0,
+                    "message": call.response,
+                    "finish_reason": call.finish_reason,
+                    "token_ids": np.frombuffer(call.response_ids, "<i4"),
+                    "logprobs": {"content": logprobs},
+                }
+            ],
+        },
+        "server": _server(call),
+    }

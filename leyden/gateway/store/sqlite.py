@@ -1,0 +1,206 @@
+"""The store of one gateway: a SQLite file. The SQL is in the modules beside this one; this class runs it durably."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import orjson
+
+from leyden.gateway.errors import Conflict
+from leyden.gateway.store import attempts, calls, events, rollouts
+from leyden.gateway.store.database import Database
+from leyden.gateway.store.records import AttemptInfo, CallCommit, Changed, Ended, KeyOwner, Late, StoredCall
+from leyden.schema import (
+    Claim,
+    ClaimRequest,
+    EngineModel,
+    Event,
+    Heartbeat,
+    HeartbeatReply,
+    OutcomeReport,
+    PhaseReport,
+    RewardData,
+    Rollout,
+    RolloutCreate,
+    RolloutDetail,
+    RolloutPage,
+    RolloutState,
+    StatusPatch,
+    TerminalPage,
+    Trajectory,
+)
+
+T = TypeVar("T")
+
+
+class SqliteStore:
+    """Implements leyden.gateway.store.base.Store."""
+
+    def __init__(self, path: Path) -> None:
+        self.db = Database(path)
+
+    def close(self) -> None:
+        self.db.close()
+
+    async def _write(self, work: Callable[[sqlite3.Connection], T | Late]) -> T:
+        """Run a write; one that came too late was counted durably and is refused."""
+        result = await self.db.write(work)
+        if isinstance(result, Late):
+            raise Conflict(result.message)
+        return result
+
+    # -- rollouts ------------------------------------------------------------------------------------------------------
+
+    async def create_rollouts(self, items: Sequence[RolloutCreate], idempotency_key: str | None) -> list[Rollout]:
+        return await self._write(lambda db: rollouts.create(db, items, idempotency_key))
+
+    async def list_rollouts(
+        self, states: Sequence[RolloutState] | None, run: str | None, limit: int
+    ) -> list[Rollout]:
+        return await self.db.read(lambda db: rollouts.oldest_first(db, states, run, limit))
+
+    async def page(
+        self,
+        states: Sequence[RolloutState] | None,
+        run: str | None,
+        step: int | None,
+        is_train: bool | None,
+        limit: int,
+        cursor: str | None,
+    ) -> RolloutPage:
+        return await self.db.read(lambda db: rollouts.page(db, states, run, step, is_train, limit, cursor))
+
+    async def terminal(self, after: int, limit: int, run: str | None) -> TerminalPage:
+        return await self.db.read(lambda db: rollouts.terminal(db, after, limit, run))
+
+    async def detail(self, rollout_id: str) -> RolloutDetail:
+        return await self.db.read(lambda db: rollouts.detail(db, rollout_id))
+
+    async def patch(self, rollout_id: str, status: StatusPatch) -> Changed:
+        return await self._write(lambda db: attempts.patch(db, rollout_id, status))
+
+    async def delete(self, rollout_id: str) -> list[Ended]:
+        return await self._write(lambda db: attempts.delete(db, rollout_id))
+
+    # -- execution -----------------------------------------------------------------------------------------------------
+
+    async def claim(self, request: ClaimRequest) -> list[Claim]:
+        return await self._write(lambda db: attempts.claim(db, request))
+
+    async def heartbeat(self, beat: Heartbeat) -> HeartbeatReply:
+        return await self._write(lambda db: attempts.heartbeat(db, beat))
+
+    async def release(self, controller_id: str) -> list[Ended]:
+        return await self._write(lambda db: attempts.release(db, controller_id))
+
+    async def expire(self, now: float) -> list[Ended]:
+        return await self._write(lambda db: attempts.expire(db, now))
+
+    async def next_expiry(self) -> float | None:
+        return await self.db.read(attempts.next_expiry)
+
+    async def renew_all(self, now: float) -> None:
+        await self._write(lambda db: attempts.renew_all(db, now))
+
+    async def report_phase(self, rollout_id: str, attempt_id: str, report: PhaseReport) -> None:
+        await self._write(lambda db: attempts.report_phase(db, rollout_id, attempt_id, report))
+
+    async def report_outcome(self, rollout_id: str, attempt_id: str, report: OutcomeReport) -> Changed:
+        return await self._write(lambda db: attempts.report_outcome(db, rollout_id, attempt_id, report))
+
+    async def key_owner(self, key_hash: bytes) -> KeyOwner | None:
+        """The attempt of a key, or None for a key that was never given out."""
+        return await self.db.read(lambda db: attempts.owner_of(db, key_hash))
+
+    async def attempt_info(self, rollout_id: str, attempt_id: str) -> AttemptInfo:
+        return await self.db.read(lambda db: attempts.info(db, rollout_id, attempt_id))
+
+    async def count_late(self, rollout_id: str, attempt_id: str) -> None:
+        await self._write(lambda db: attempts.count_late(db, rollout_id, attempt_id))
+
+    # -- calls and events ----------------------------------------------------------------------------------------------
+
+    async def commit_calls(self, calls_: Sequence[CallCommit]) -> None:
+        """Store the sibling calls of one request, undelivered."""
+        await self._write(lambda db: calls.commit(db, calls_))
+
+    async def mark_delivered(self, rollout_id: str, attempt_id: str, call_ids: Sequence[str]) -> None:
+        await self._write(lambda db: calls.mark_delivered(db, rollout_id, attempt_id, call_ids))
+
+    async def attempt_calls(self, rollout_id: str, attempt_id: str) -> list[StoredCall]:
+        return await self.db.read(lambda db: calls.of_attempt(db, rollout_id, attempt_id, content=True))
+
+    async def trajectory(self, rollout_id: str, *, content: bool) -> Trajectory:
+        def work(db: sqlite3.Connection) -> Trajectory:
+            return calls.trajectory(db, rollouts.rollout_row(db, rollout_id), content=content)
+
+        return await self.db.read(work)
+
+    async def add_event(
+        self,
+        rollout_id: str,
+        attempt_id: str,
+        event_type: str,
+        data: dict[str, Any],
+        reward: RewardData | None,
+        idempotency_key: str | None,
+    ) -> Event:
+        return await self._write(
+            lambda db: events.add(db, rollout_id, attempt_id, event_type, data, reward, idempotency_key)
+        )
+
+    async def events(self, rollout_id: str, event_type: str | None, *, triplet: bool) -> bytes:
+        """Events of the last attempt, as JSON."""
+        return await self.db.read(lambda db: events.of_last_attempt(db, rollout_id, event_type, triplet=triplet))
+
+    # -- engines and service -------------------------------------------------------------------------------------------
+
+    async def upsert_models(self, models: Sequence[EngineModel]) -> None:
+        def work(db: sqlite3.Connection) -> None:
+            db.executemany(
+                "INSERT OR REPLACE INTO models VALUES (?, ?, ?)",
+                [(m.model, m.endpoint, m.model_dump_json()) for m in models],
+            )
+
+        await self._write(work)
+
+    async def models(self) -> list[EngineModel]:
+        return await self.db.read(
+            lambda db: [EngineModel.model_validate_json(r[0]) for r in db.execute("SELECT body FROM models")]
+        )
+
+    async def clear_models(self) -> None:
+        await self._write(lambda db: db.execute("DELETE FROM models"))
+
+    async def get_meta(self, key: str) -> Any:
+        def work(db: sqlite3.Connection) -> Any:
+            row = db.execute("SELECT value FROM meta WHERE key = ?", (key,)).fetchone()
+            return orjson.loads(row[0]) if row else None
+
+        return await self.db.read(work)
+
+    async def set_meta(self, key: str, value: Any) -> None:
+        body = orjson.dumps(value).decode()
+        await self._write(lambda db: db.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (key, body)))
+
+    async def stats(self) -> dict[str, Any]:
+        """Counts over everything recorded."""
+
+        def work(db: sqlite3.Connection) -> dict[str, Any]:
+            late = db.execute("SELECT coalesce(sum(late_writes), 0) FROM attempts WHERE late_writes > 0").fetchone()[0]
+            recorded, delivered = db.execute(
+                "SELECT coalesce(sum(calls), 0), coalesce(sum(delivered), 0) FROM attempts"
+            ).fetchone()
+            states = {r[0]: r[1] for r in db.execute("SELECT state, count(*) FROM rollouts GROUP BY state")}
+            return {
+                "calls": recorded,
+                "delivered": delivered,
+                "uncaptured": calls.untrainable_counts(db),
+                "late_writes": late,
+                "rollouts": {str(s): states.get(str(s), 0) for s in RolloutState},
+            }
+
+        return await self.db.read(work)
