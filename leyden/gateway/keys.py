@@ -1,4 +1,4 @@
-"""Keys and what they may do. Keys are random, stored as SHA-256, compared in constant time, never logged or forwarded."""
+"""Keys and what they may do. Random, stored as SHA-256, compared in constant time, never logged or forwarded."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ def plan_patch(
 ) -> PatchPlan:
     """Decide a PATCH of a rollout in state `current` whose last outcome is `stored`.
 
-    A repeated PATCH to the state that the rollout already has changes nothing, so that it can be retried. A rollout that
+    A repeated PATCH to the state that the rollout already has changes nothing, so it can be retried. A rollout that
     fails before any attempt ran is `cancelled` unless the caller says otherwise: no agent was at fault.
 
     Raises:

@@ -85,9 +85,7 @@ def start(
     """Start the next attempt of a queuing rollout and move the rollout to running. Returns the attempt's id."""
     now = time.time()
     if attempt_id is None:
-        attempt_id = str(
-            db.execute("SELECT count(*) FROM attempts WHERE rollout_id = ?", (rollout_id,)).fetchone()[0]
-        )
+        attempt_id = str(db.execute("SELECT count(*) FROM attempts WHERE rollout_id = ?", (rollout_id,)).fetchone()[0])
     try:
         db.execute(
             "INSERT INTO attempts (rollout_id, attempt_id, controller_id, phase, started_at, lease_seconds,"
@@ -174,9 +172,7 @@ def end(
     return Ended(rollout_id, attempt_id, requeued=state is RolloutState.QUEUING)
 
 
-def report_outcome(
-    db: sqlite3.Connection, rollout_id: str, attempt_id: str, report: OutcomeReport
-) -> Changed | Late:
+def report_outcome(db: sqlite3.Connection, rollout_id: str, attempt_id: str, report: OutcomeReport) -> Changed | Late:
     row = attempt_row(db, rollout_id, attempt_id)
     phase = Phase(row["phase"])
     if phase is Phase.ENDED and row["controller_id"] == report.controller_id and row["reported"] == report.outcome:

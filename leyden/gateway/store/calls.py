@@ -61,7 +61,8 @@ def _insert(db: sqlite3.Connection, call: CallCommit) -> None:
         row,
     )
     db.execute(
-        "INSERT INTO events (rollout_id, attempt_id, event_type, timestamp, call_id) VALUES (?, ?, 'model_request', ?, ?)",
+        "INSERT INTO events (rollout_id, attempt_id, event_type, timestamp, call_id)"
+        " VALUES (?, ?, 'model_request', ?, ?)",
         (call.rollout_id, call.attempt_id, call.ended_at, call.call_id),
     )
 

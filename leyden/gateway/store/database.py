@@ -176,8 +176,8 @@ def _explain(error: BaseException, path: Path) -> BaseException:
     code = getattr(error, "sqlite_errorcode", None)
     if isinstance(error, sqlite3.Error) and isinstance(code, int) and (code & 0xFF) in _NO_SPACE:
         return StoreUnavailable(
-            f"the store can't write to {path.name}: {error}; nothing of this request was kept, free some disk space and "
-            "try again"
+            f"the store can't write to {path.name}: {error}; nothing of this request was kept; "
+            "free some disk space and try again"
         )
     return error
 
@@ -199,9 +199,7 @@ def _migrate(db: sqlite3.Connection, path: Path) -> None:
             f"the store {path} was written by a newer Leyden (schema {done}, this one knows {len(MIGRATIONS)}); upgrade"
         )
     for version, script in enumerate(MIGRATIONS[done:], start=done + 1):
-        db.executescript(
-            f"BEGIN IMMEDIATE;{script};INSERT INTO migrations VALUES ({version}, {time.time()});COMMIT;"
-        )
+        db.executescript(f"BEGIN IMMEDIATE;{script};INSERT INTO migrations VALUES ({version}, {time.time()});COMMIT;")
 
 
 def _lock(path: Path) -> int:
@@ -215,5 +213,7 @@ def _lock(path: Path) -> int:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         os.close(handle)
-        raise PreflightError(f"the store {path} is in use by another gateway; stop it or choose another store") from None
+        raise PreflightError(
+            f"the store {path} is in use by another gateway; stop it or choose another store"
+        ) from None
     return handle

@@ -27,7 +27,7 @@ def add(
     reward: RewardData | None,
     idempotency_key: str | None,
 ) -> Event | Late:
-    """Append an event to an open attempt; a reward without `call_id` becomes the attempt's reward, the last one wins."""
+    """Append an event to an open attempt; a reward without `call_id` is the attempt's, the last one wins."""
     row = attempt_row(db, rollout_id, attempt_id)
     body_hash = hashlib.sha256(orjson.dumps([event_type, data], option=orjson.OPT_SORT_KEYS)).digest()
     scope = f"event:{rollout_id}:{attempt_id}:{idempotency_key}"
@@ -55,9 +55,7 @@ def add(
             "UPDATE rollouts SET reward = ? WHERE rollout_id = ? AND last_attempt_id = ?",
             (reward.value, rollout_id, attempt_id),
         )
-    event = Event(
-        event_type=event_type, rollout_id=rollout_id, attempt_id=attempt_id, timestamp=time.time(), data=data
-    )
+    event = Event(event_type=event_type, rollout_id=rollout_id, attempt_id=attempt_id, timestamp=time.time(), data=data)
     db.execute(
         "INSERT INTO events (rollout_id, attempt_id, event_type, timestamp, data) VALUES (?, ?, ?, ?, ?)",
         (rollout_id, attempt_id, event_type, event.timestamp, orjson.dumps(data).decode()),

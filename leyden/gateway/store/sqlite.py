@@ -57,9 +57,7 @@ class SqliteStore:
     async def create_rollouts(self, items: Sequence[RolloutCreate], idempotency_key: str | None) -> list[Rollout]:
         return await self._write(lambda db: rollouts.create(db, items, idempotency_key))
 
-    async def list_rollouts(
-        self, states: Sequence[RolloutState] | None, run: str | None, limit: int
-    ) -> list[Rollout]:
+    async def list_rollouts(self, states: Sequence[RolloutState] | None, run: str | None, limit: int) -> list[Rollout]:
         return await self.db.read(lambda db: rollouts.oldest_first(db, states, run, limit))
 
     async def page(
