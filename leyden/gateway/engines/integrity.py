@@ -1,0 +1,145 @@
+"""Does an engine's answer hold together? Pure; nothing is padded, shifted or guessed.
+
+What the engine says about an answer comes in several places (ids, log-probs, versions, usage). Where they disagree the
+call is kept with what was readable, and a reason why it must not be trained.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+_ID_PREFIX = "token_id:"
+_ROUNDING = 1e-3
+"""Log-probs of certain tokens come out a little above 0 in low precision."""
+
+
+@dataclass(slots=True)
+class Sample:
+    """One sampled continuation as recorded. Lengths agree unless `untrainable` says otherwise."""
+
+    ids: npt.NDArray[np.int32]
+    logprobs: npt.NDArray[np.float32]
+    versions: npt.NDArray[np.int32]
+    finish_reason: str
+    stop_reason: Any = None
+    untrainable: str | None = None
+    nan_logprobs: int = 0
+
+
+def empty_sample(reason: str) -> Sample:
+    """What is recorded of a call that got no usable answer."""
+    return Sample(_ids([]), np.zeros(0, np.float32), _ids([]), "error", untrainable=reason)
+
+
+@dataclass(slots=True)
+class _Faults:
+    first: str | None = None
+
+    def add(self, reason: str) -> None:
+        self.first = self.first or reason
+
+
+def read_sample(choice: Any, usage: Any, prompt_ids: npt.NDArray[np.int32], version: int) -> Sample:
+    """Read one choice of a completions answer.
+
+    Args:
+        prompt_ids: what was sent; an engine that echoes another prompt read something else.
+        version: policy version to stamp on tokens when the engine doesn't say it per token.
+    """
+    if not isinstance(choice, dict):
+        return empty_sample("missing field: choices[0]")
+    faults = _Faults()
+    said = choice.get("logprobs")
+    logprobs_field: dict[str, Any] = said if isinstance(said, dict) else {}
+    ids = _read_ids(choice.get("token_ids"), logprobs_field, faults)
+    logprobs, nans = _read_logprobs(logprobs_field, len(ids), faults)
+    versions = _read_versions(choice.get("token_versions"), version, len(ids), faults)
+    echoed = choice.get("prompt_token_ids")
+    if echoed is not None and not (_is_ids(echoed) and np.array_equal(_ids(echoed), prompt_ids)):
+        faults.add("prompt differs: the engine's prompt_token_ids aren't the ids that it was sent")
+    _check_usage(usage, len(prompt_ids), len(ids), faults)
+    if not len(ids) and faults.first is None:
+        faults.add("empty answer: no token was sampled")
+    finish = choice.get("finish_reason")
+    return Sample(
+        ids,
+        logprobs,
+        versions,
+        finish if isinstance(finish, str) else "stop",
+        choice.get("stop_reason"),
+        faults.first,
+        nans,
+    )
+
+
+def _ids(values: list[int]) -> npt.NDArray[np.int32]:
+    return np.asarray(values, np.int32)
+
+
+def _is_ids(value: Any) -> bool:
+    return isinstance(value, list) and all(type(i) is int and 0 <= i < 2**31 for i in value)
+
+
+def _read_ids(value: Any, logprobs: dict[str, Any], faults: _Faults) -> npt.NDArray[np.int32]:
+    if value is None:
+        # vLLM's return_tokens_as_token_ids puts ids into the token texts.
+        tokens = logprobs.get("tokens")
+        if (
+            isinstance(tokens, list)
+            and tokens
+            and all(isinstance(t, str) and t.startswith(_ID_PREFIX) and t[len(_ID_PREFIX) :].isdigit() for t in tokens)
+        ):
+            value = [int(t[len(_ID_PREFIX) :]) for t in tokens]
+        else:
+            faults.add("missing field: choices[0].token_ids")
+            return _ids([])
+    if not _is_ids(value):
+        faults.add("malformed field: choices[0].token_ids isn't a list of token ids")
+        return _ids([])
+    return _ids(value)
+
+
+def _read_logprobs(field_: dict[str, Any], count: int, faults: _Faults) -> tuple[npt.NDArray[np.float32], int]:
+    value = field_.get("token_logprobs")
+    nothing = np.zeros(0, np.float32)
+    if value is None:
+        faults.add("missing field: choices[0].logprobs.token_logprobs")
+        return nothing, 0
+    if not isinstance(value, list) or not all(
+        x is None or (isinstance(x, int | float) and not isinstance(x, bool)) for x in value
+    ):
+        faults.add("malformed field: choices[0].logprobs.token_logprobs isn't a list of numbers")
+        return nothing, 0
+    if len(value) != count:
+        faults.add(f"lengths differ: {len(value)} log-probs for {count} token ids")
+        return nothing, 0
+    out = np.asarray([math.nan if x is None or not math.isfinite(x) else x for x in value], np.float32)
+    if np.any(out > _ROUNDING):
+        faults.add("malformed field: a log-prob above 0 in choices[0].logprobs.token_logprobs")
+    return out, int(np.isnan(out).sum())
+
+
+def _read_versions(value: Any, version: int, count: int, faults: _Faults) -> npt.NDArray[np.int32]:
+    if value is None:
+        return np.full(count, version, np.int32)
+    if not _is_ids(value):
+        faults.add("malformed field: choices[0].token_versions isn't a list of versions")
+        return _ids([])
+    if len(value) != count:
+        faults.add(f"lengths differ: {len(value)} versions for {count} token ids")
+        return _ids([])
+    return _ids(value)
+
+
+def _check_usage(usage: Any, prompt: int, completion: int, faults: _Faults) -> None:
+    if not isinstance(usage, dict):
+        return
+    for name, count in (("prompt_tokens", prompt), ("completion_tokens", completion)):
+        said = usage.get(name)
+        if said is not None and said != count:
+            faults.add(f"usage differs: {name} is {said} for {count} ids")
