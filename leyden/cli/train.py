@@ -109,7 +109,16 @@ async def _supervise(
                 + ["--keep-workspaces", config.controller.keep_workspaces],
                 env={k: v for k, v in env.items() if k != "LEYDEN_ENGINE_KEY"},
             )
-        argv = [*leyden, "engine", "--model", str(model), "--served-model-name", config.name, "--port", str(engine_port)]
+        argv = [
+            *leyden,
+            "engine",
+            "--model",
+            str(model),
+            "--served-model-name",
+            config.name,
+            "--port",
+            str(engine_port),
+        ]
         for flag, value in (
             ("--threads", config.engine.threads),
             ("--max-batch", config.engine.max_batch),
