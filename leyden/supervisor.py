@@ -159,7 +159,7 @@ class Supervisor:
     async def _until_ready(self, part: _Part, ready: Callable[[], Awaitable[bool]], seconds: float) -> None:
         try:
             async with asyncio.timeout(seconds):
-                while not await ready():
+                while not await ready():  # noqa: ASYNC110  (a probe is all there is to ask)
                     await asyncio.sleep(0.05)
         except TimeoutError:
             said = _last_lines(part)
@@ -186,7 +186,7 @@ class Supervisor:
             kill(part.process.pid, signal.SIGTERM)
             await asyncio.wait({part.exited.future}, timeout=self._stop_seconds)
         deadline = time.monotonic() + _GONE_WITHIN
-        while not self._kill_part(part) and time.monotonic() < deadline:
+        while not self._kill_part(part) and time.monotonic() < deadline:  # noqa: ASYNC110  (nothing tells)
             await asyncio.sleep(0.01)
 
     def _kill_part(self, part: _Part) -> bool:

@@ -189,6 +189,8 @@ class Tree:
     leaders: dict[int, subprocess.Popen[bytes]] = field(default_factory=dict)
     started: int = 0
     """Start of its first process, in clock ticks."""
+    killed: set[int] = field(default_factory=set)
+    """Processes that got SIGKILL and aren't known to be gone. As zombies they show nothing to know them by."""
 
 
 class ProcessTable:
@@ -226,7 +228,9 @@ class ProcessTable:
             for pid in tree.leaders:
                 kill_group(pid, signal.SIGTERM)
             for pid in self._members(tree):
-                kill(pid, signal.SIGTERM)
+                stat = read_stat(pid)
+                if stat is not None and stat.group not in tree.leaders:
+                    kill(pid, signal.SIGTERM)
             deadline = time.monotonic() + grace
             while time.monotonic() < deadline and self._alive(tree):  # noqa: ASYNC110  (nothing signals an orphan's end)
                 await asyncio.sleep(0.01)
@@ -264,6 +268,7 @@ class ProcessTable:
                 kill_group(pid, signal.SIGKILL)
         for pid in members:
             kill(pid, signal.SIGKILL)
+        tree.killed.update(members)
         left = False
         for process in tree.leaders.values():
             left |= process.poll() is None
@@ -271,7 +276,10 @@ class ProcessTable:
         for pid in members:
             if pid in tree.leaders:
                 continue
-            left |= not reap(pid) if pid in own else read_stat(pid) is not None
+            if reap(pid) if pid in own else read_stat(pid) is None:
+                tree.killed.discard(pid)
+            else:
+                left = True
         return not left
 
     def tidy(self) -> None:
@@ -292,7 +300,7 @@ class ProcessTable:
         """Processes of a tree, zombies included except reaped leaders."""
         found: list[int] = []
         for pid in children(os.getpid()):
-            owner = self._leaders.get(pid)
+            owner = tree if pid in tree.killed else self._leaders.get(pid)
             if owner is None:
                 stat = read_stat(pid)
                 if stat is None:

@@ -34,7 +34,7 @@ SHELL_CANNOT_RUN = frozenset({126, 127})
 
 STOPPED = "controller stopped"
 
-_NUMBER = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d+)?")
+_NUMBER = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d+)?", re.ASCII)
 _QUOTED = 300
 
 
