@@ -1,7 +1,7 @@
 """Forward passes of a step: the fast decoder for llama-like models, and the runner interface that the engine drives.
 
-A step is a flat run of tokens from many sequences: all decoding sequences' single tokens, then chunks of prompts. Matrix
-products run once over all of them; attention runs per group of decoding sequences of like length, and per chunk.
+A step is a flat run of tokens from many sequences: all decoding sequences' single tokens, then chunks of prompts.
+Matrix products run once over all of them; attention runs per group of decoding sequences of like length, and per chunk.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ class Runner(Protocol):
 
 @dataclass(frozen=True)
 class Group:
-    """Decoding rows `first : first + rows`. `table` [rows × blocks] int64 block numbers; `mask` [rows, 1, 1, tokens] float
-    is -inf behind each row's own tokens."""
+    """Decoding rows `first : first + rows`. `table` [rows × blocks] int64 block numbers; `mask` [rows, 1, 1, tokens]
+    float is -inf behind each row's own tokens."""
 
     first: int
     rows: int
@@ -66,8 +66,8 @@ class Group:
 
 @dataclass(frozen=True)
 class Span:
-    """Prompt rows `first : first + count` at positions `start …`. `table` [blocks]; `mask` [count, start + count] float,
-    or None when the chunk starts its sequence."""
+    """Prompt rows `first : first + count` at positions `start …`. `table` [blocks]; `mask` [count, start + count]
+    float, or None when the chunk starts its sequence."""
 
     first: int
     count: int
@@ -143,15 +143,15 @@ def make_batch(
         blocks = torch.tensor(chunk.sequence.blocks[: blocks_for(end)], device=device)
         made_spans.append(Span(row, chunk.count, chunk.start, blocks, mask))
         row += chunk.count
-    flat_tensors = (torch.tensor(values, dtype=torch.int64, device=device) for values in (tokens, positions, slots))
-    return Batch(*flat_tensors, made_groups, made_spans)
+    flat = [torch.tensor(values, dtype=torch.int64, device=device) for values in (tokens, positions, slots)]
+    return Batch(flat[0], flat[1], flat[2], made_groups, made_spans)
 
 
 class FastRunner:
     """Own forward of a llama-like decoder over a paged KV pool.
 
-    `kv` is [layers, blocks, BLOCK, 2 (k, v), kv_heads, head_size]. Keys are stored after rotation. Rotary frequencies come
-    in as `inv_freq` [head_size / 2] float32 and a scale, as transformers computes them.
+    `kv` is [layers, blocks, BLOCK, 2 (k, v), kv_heads, head_size]. Keys are stored after rotation. Rotary frequencies
+    come in as `inv_freq` [head_size / 2] float32 and a scale, as transformers computes them.
     """
 
     shares_prefixes = True

@@ -1,7 +1,7 @@
 """Weights of the fast decoder: what a llama-like model has, read from a folder or a module, checked, fused and packed.
 
-Per layer four matrices remain: q/k/v, output, gate/up, down. The two RMSNorm gains of a layer and the final one are folded
-into the matrix behind them, and the rows of q and k are reordered so that rotary pairs are neighbours (the dot product
+Per layer four matrices remain: q/k/v, output, gate/up, down. The two RMSNorm gains of a layer and the final one are
+folded into the matrix behind them, and the rows of q and k are reordered so that rotary pairs are neighbours (the dot product
 of q and k doesn't change when both are reordered alike). On the CPU matrices are repacked for oneDNN.
 """
 
@@ -92,7 +92,7 @@ def spec_of(config: Any, max_model_len: int) -> DecoderSpec | None:
 
 
 def tensor_shapes(spec: DecoderSpec) -> dict[str, tuple[int, ...]]:
-    """Every tensor that the model needs, by its Hugging Face name, with its shape. A tied `lm_head.weight` isn't one."""
+    """Every tensor that the model needs, by its Hugging Face name, with its shape; not a tied `lm_head.weight`."""
     shapes: dict[str, tuple[int, ...]] = {
         "model.embed_tokens.weight": (spec.vocab, spec.hidden),
         "model.norm.weight": (spec.hidden,),
@@ -150,7 +150,7 @@ class Linear:
 
 @dataclass(frozen=True)
 class LayerWeights:
-    """One layer. `qk_gain` [heads + kv_heads, head_size] multiplies the normalised q and k heads, None without q/k norm."""
+    """One layer. `qk_gain` [heads + kv_heads, head_size] multiplies normalised q and k heads; None without q/k norm."""
 
     qkv: Linear
     out: Linear
@@ -195,7 +195,7 @@ def from_folder(folder: Path) -> TensorSource:
         raise WeightsError(f"there is no file model.safetensors in {folder}")
     try:
         file = safe_open(str(path), framework="pt")
-        shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+        shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}
     except (SafetensorError, OSError) as e:
         raise WeightsError(f"{path} can't be read as safetensors: {e}") from e
     return TensorSource(shapes, file.get_tensor)

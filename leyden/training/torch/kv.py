@@ -1,7 +1,7 @@
 """Paged KV bookkeeping: a pool of reference-counted blocks and a tree of token prefixes over them. Pure data, no torch.
 
-A block holds the keys and values of `BLOCK` consecutive tokens. Sequences own references to blocks; the prefix tree owns
-one reference to each block that it indexes. What only the tree still references can be reclaimed, least recently used
+A block holds the keys and values of `BLOCK` consecutive tokens. Sequences own references to blocks; the prefix tree
+owns one reference to each block that it indexes. What only the tree still references can be reclaimed, least recently used
 first. Invariants:
 
 - A block is written only by the sequence that allocated it; everybody else reads. A prefix that ends inside a block is
@@ -183,7 +183,7 @@ class PrefixTree:
         self.nodes += 1
 
     def reclaim(self, wanted: int) -> int:
-        """Free up to `wanted` blocks that only the tree references, least recently used leaves first; return how many."""
+        """Free up to `wanted` blocks that only the tree references, least recently used first; return how many."""
         heap = [(leaf.used, id(leaf), leaf) for leaf in self._leaves() if self.pool.refs[leaf.block] == 1]
         heapq.heapify(heap)
         freed = 0

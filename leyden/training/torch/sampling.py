@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 _PANEL = 256
-"""Inverse transform sampling first picks a panel of this many tokens, then a token: two short sums, not one long one."""
+"""Inverse transform sampling first picks a panel of this many tokens, then a token: two short sums for one long."""
 
 
 def restrict(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:

@@ -126,8 +126,8 @@ class Scheduler:
         self._release(sequence)
 
     def new_weights(self) -> list[Sequence]:
-        """Drop every cached prefix. Sequences that have sampled go on over their own keys and values; those still reading
-        their prompt start again, in their old order, and are returned."""
+        """Drop every cached prefix. Sequences that have sampled go on over their own keys and values; those still
+        reading their prompt start again, in their old order, and are returned."""
         self.tree.clear()
         restarted = [s for s in self.running if len(s.tokens) == s.prompt_length]
         for sequence in reversed(restarted):
@@ -204,7 +204,7 @@ class Scheduler:
     def _take(self) -> int | None:
         block = self.pool.take()
         if block is None and self.pool.reclaimable:
-            # A sixty-fourth of the pool at a time: walking the tree for each single block would cost more than the step.
+            # A sixty-fourth of the pool at a time: walking the tree for each block would cost more than the step.
             self.tree.reclaim(max(1, self.pool.n_blocks // 64))
             block = self.pool.take()
         return block
