@@ -44,8 +44,8 @@ class FakeGateway:
         self.rewards: dict[str, float] = {}
         self.lost: set[tuple[str, str]] = set()
         self.restarts: list[str] = []
-        self.refuse: dict[str, int] = {}
-        """Route name → HTTP status to answer with."""
+        self.refuse: dict[tuple[str, str], int] = {}
+        """(route name, rollout id) → HTTP status to answer with."""
         self.fail_times: dict[str, int] = {}
         """Route name → how many times it answers 503 first."""
         self.url = ""
@@ -86,12 +86,13 @@ class FakeGateway:
             await self.ended.wait_for(lambda: (rollout_id, attempt_id) in self.outcomes)
         return self.outcomes[rollout_id, attempt_id]
 
-    def _fault(self, name: str) -> web.Response | None:
+    def _fault(self, name: str, request: web.Request) -> web.Response | None:
         if self.fail_times.get(name, 0) > 0:
             self.fail_times[name] -= 1
             return web.json_response({"detail": "restarting"}, status=503)
-        if name in self.refuse:
-            return web.json_response({"detail": f"{name} refused"}, status=self.refuse[name])
+        status = self.refuse.get((name, request.match_info.get("r", "")))
+        if status is not None:
+            return web.json_response({"detail": f"{name} refused"}, status=status)
         return None
 
     @staticmethod
@@ -108,7 +109,7 @@ class FakeGateway:
 
     async def _claims(self, request: web.Request) -> web.Response:
         self._admin(request)
-        if fault := self._fault("claims"):
+        if fault := self._fault("claims", request):
             return fault
         body = await request.json()
         self.log.append(("claim", str(body["limit"])))
@@ -136,11 +137,11 @@ class FakeGateway:
 
     async def _phase(self, request: web.Request) -> web.Response:
         self.log.append(("phase", request.match_info["r"]))
-        return self._fault("phase") or web.Response(status=204)
+        return self._fault("phase", request) or web.Response(status=204)
 
     async def _outcome(self, request: web.Request) -> web.Response:
         ref = request.match_info["r"], request.match_info["a"]
-        if fault := self._fault("outcome"):
+        if fault := self._fault("outcome", request):
             return fault
         self.log.append(("outcome", ref[0]))
         report = OutcomeReport.model_validate(await request.json())
@@ -152,7 +153,7 @@ class FakeGateway:
         return web.Response(body=rollout.model_dump_json(), content_type="application/json")
 
     async def _events(self, request: web.Request) -> web.Response:
-        if fault := self._fault("events"):
+        if fault := self._fault("events", request):
             return fault
         body = await request.json()
         rollout_id = request.match_info["r"]

@@ -195,6 +195,25 @@ async def test_other_attempts_are_unaffected_by_an_end(gateway: FakeGateway, run
     assert await none_alive("stays")
 
 
+async def test_a_process_that_keeps_moving_is_caught(gateway: FakeGateway, running: Running, tmp_path: Path) -> None:
+    command = script(
+        tmp_path,
+        """
+        import os
+        if os.fork() == 0:
+            os.setsid()
+            while True:
+                if os.fork():
+                    os._exit(0)
+                os.setsid()
+        """,
+    )
+    async with running():
+        gateway.enqueue(make_claim("hops", {}, agent(command)))
+        assert (await gateway.outcome("hops")).outcome is Outcome.OK
+        assert alive("agent-hops-0") == []
+
+
 # -- the log -----------------------------------------------------------------------------------------------------------
 
 
@@ -468,7 +487,8 @@ async def test_a_grader_sees_the_workspace_the_task_and_its_own_key_only(
     }
     assert env["WANT"] == "42"
     assert f"agent-{rollout_id}-0" not in env.values()
-    assert "workspaces" not in Path(data["task_file"]).parts and not os.path.exists(data["task_file"])
+    assert "workspaces" not in Path(data["task_file"]).parts
+    assert list((tmp_path / "work" / "tasks").iterdir()) == []
     assert (data["source"], data["reason"]) == ("grader", "fine")
 
 
@@ -528,11 +548,8 @@ async def test_reports_survive_a_gateway_restart(gateway: FakeGateway, running: 
 @pytest.mark.parametrize("route", ["phase", "events", "outcome"])
 async def test_a_409_drops_the_attempt(gateway: FakeGateway, running: Running, route: str, tmp_path: Path) -> None:
     async with running(concurrency=1):
-        gateway.refuse = {route: 409}
+        gateway.refuse = {(route, "r"): 409}
         gateway.enqueue(make_claim("r", {}, graded(["echo", "1"])), make_claim("next", {}, agent(["true"])))
-        if route == "outcome":
-            await until(lambda: ("next", "0") in gateway.held)
-            gateway.refuse = {}
         await gateway.outcome("next")
     assert ("r", "0") not in gateway.outcomes
     assert not (tmp_path / "work" / "workspaces" / "r.0").exists()
