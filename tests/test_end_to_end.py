@@ -1,4 +1,4 @@
-"""The whole product: `leyden train` on a tiny random model with real agent and grader processes, and its bad endings."""
+"""The whole product: `leyden train` on a tiny random model with real agents and graders, and its bad endings."""
 
 from __future__ import annotations
 
@@ -167,8 +167,8 @@ def test_kill_of_the_whole_tree_then_resume(project: Path) -> None:
         ({"training.stepz": "3"}, ["unknown key 'training.stepz'", "'steps'"], 2),
         ({"model": "./nowhere"}, ["'./nowhere'", "no such folder"], 3),
         ({"agent.command": "[no-such-program, x]"}, ["no-such-program", "not found"], 3),
-        ({"data.train": "absent.jsonl"}, ["absent.jsonl"], 3),
-        ({"data.heldout": "train.jsonl"}, ["held-out"], 3),
+        ({"data.train": "absent.jsonl"}, ["absent.jsonl"], 2),
+        ({"data.heldout": "train.jsonl"}, ["held-out"], 2),
     ],
 )
 def test_what_can_be_known_before_is_said_before(
