@@ -16,6 +16,7 @@ import os
 import secrets
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass
@@ -52,7 +53,8 @@ class _Part:
     name: str
     process: subprocess.Popen[bytes]
     exited: Exited
-    log: Path
+    log: Path | None
+    """None when its output is this process's own."""
     log_start: int
     marker: bytes
 
@@ -94,18 +96,50 @@ class Supervisor:
         """
         log = self.log_path(name)
         log.parent.mkdir(parents=True, exist_ok=True)
-        value = f"{name}.{secrets.token_hex(8)}"
-        own = dict(os.environ if env is None else env) | {_MARKER: value}
         with log.open("ab") as file:
-            try:
-                process = spawn(argv, env=own, cwd=Path.cwd(), stdout=file.fileno(), stderr=file.fileno())
-            except (OSError, ValueError, subprocess.SubprocessError) as e:
-                await self.stop()
-                raise RunError(f"can't start the {name} ({argv[0]}): {e}") from e
-            part = _Part(name, process, Exited(process.pid), log, file.tell(), f"{_MARKER}={value}".encode())
-        self._parts.append(part)
+            await self._spawn(name, argv, env, log, file.tell(), file.fileno(), file.fileno())
         if ready is not None:
-            await self._watch(self._until_ready(part, ready, ready_timeout))
+            await self.wait_ready({name: ready}, timeout=ready_timeout)
+
+    async def wait_ready(
+        self,
+        probes: Mapping[str, Callable[[], Awaitable[bool]]],
+        *,
+        timeout: float = 60.0,  # noqa: ASYNC109  (the error has to name the part)
+    ) -> None:
+        """Wait until every probe, by the name of its part, says so.
+
+        Raises:
+            RunError: as for `start`.
+        """
+        parts = {part.name: part for part in self._parts}
+
+        async def all_ready() -> None:
+            deadline = time.monotonic() + timeout
+            for name, probe in probes.items():
+                await self._until_ready(parts[name], probe, deadline, timeout)
+
+        await self._watch(all_ready())
+
+    async def run_foreground(self, name: str, argv: list[str], env: Mapping[str, str] | None = None) -> None:
+        """Run one more part whose output is this process's own, until it exits 0, as long as the others keep running.
+
+        Raises:
+            RunError: it exited otherwise (with its exit code as `exit_code`), or another part ended. All are stopped.
+        """
+        sys.stdout.flush()
+        sys.stderr.flush()
+        part = await self._spawn(name, argv, env, None, 0, 1, 2)
+
+        async def finish() -> None:
+            await part.exited.future
+
+        await self._watch(finish(), besides=part)
+        error = self._failure(part)
+        await self._end(part)
+        if part.process.returncode != 0:
+            await self.stop()
+            raise error
 
     async def run_until_failure_or(self, awaitable: Coroutine[Any, Any, T]) -> T:
         """The result of `awaitable`, as long as every part keeps running.
@@ -118,16 +152,30 @@ class Supervisor:
     async def stop(self) -> None:
         """Stop all parts, last started first: TERM, then KILL after the limit, with everything that they started."""
         while self._parts:
-            part = self._parts[-1]
-            try:
-                await self._stop_part(part)
-            finally:
-                # Here with everything dead already, or because the wait itself was cancelled: then there is no time.
-                self._kill_part(part)
-                part.exited.close()
-                self._parts.remove(part)
+            await self._end(self._parts[-1])
 
-    async def _watch(self, work: Coroutine[Any, Any, T]) -> T:
+    async def _spawn(
+        self,
+        name: str,
+        argv: list[str],
+        env: Mapping[str, str] | None,
+        log: Path | None,
+        log_start: int,
+        stdout: int,
+        stderr: int,
+    ) -> _Part:
+        value = f"{name}.{secrets.token_hex(8)}"
+        own = dict(os.environ if env is None else env) | {_MARKER: value}
+        try:
+            process = spawn(argv, env=own, cwd=Path.cwd(), stdout=stdout, stderr=stderr)
+        except (OSError, ValueError, subprocess.SubprocessError) as e:
+            await self.stop()
+            raise RunError(f"can't start the {name} ({argv[0]}): {e}") from e
+        part = _Part(name, process, Exited(process.pid), log, log_start, f"{_MARKER}={value}".encode())
+        self._parts.append(part)
+        return part
+
+    async def _watch(self, work: Coroutine[Any, Any, T], besides: _Part | None = None) -> T:
         loop = asyncio.get_running_loop()
         term = loop.create_future()
         try:
@@ -137,12 +185,13 @@ class Supervisor:
             handled = False
         task = loop.create_task(work)
         try:
-            watched = {part.exited.future for part in self._parts}
-            await asyncio.wait({task, term, *watched}, return_when=asyncio.FIRST_COMPLETED)
+            watched = [part for part in self._parts if part is not besides]
+            futures = {part.exited.future for part in watched}
+            await asyncio.wait({task, term, *futures}, return_when=asyncio.FIRST_COMPLETED)
             if task.done():
                 return task.result()
-            failed = next((part for part in self._parts if part.exited.future.done()), None)
-            error = RunError("stopped by SIGTERM") if failed is None else await self._failure(failed)
+            failed = next((part for part in watched if part.exited.future.done()), None)
+            error = RunError("stopped by SIGTERM") if failed is None else self._failure(failed)
             if failed is None:
                 error.exit_code = 128 + signal.SIGTERM
             raise error
@@ -156,9 +205,11 @@ class Supervisor:
             if handled:
                 loop.remove_signal_handler(signal.SIGTERM)
 
-    async def _until_ready(self, part: _Part, ready: Callable[[], Awaitable[bool]], seconds: float) -> None:
+    async def _until_ready(
+        self, part: _Part, ready: Callable[[], Awaitable[bool]], deadline: float, seconds: float
+    ) -> None:
         try:
-            async with asyncio.timeout(seconds):
+            async with asyncio.timeout(max(0.0, deadline - time.monotonic())):
                 while not await ready():  # noqa: ASYNC110  (a probe is all there is to ask)
                     await asyncio.sleep(0.05)
         except TimeoutError:
@@ -167,19 +218,33 @@ class Supervisor:
                 f"the {part.name} wasn't ready within {seconds:g} s" + (f"; its log ends with:\n{said}" if said else "")
             ) from None
 
-    async def _failure(self, part: _Part) -> RunError:
-        """The sentence for a part that ended. Reaps it."""
+    def _failure(self, part: _Part) -> RunError:
+        """The sentence for a part that ended. Reaps its first process, whose children are found by their marker."""
+        kill_group(part.process.pid, signal.SIGKILL)
         code = part.process.poll()
         if code is not None and code < 0:
             how = f"was killed by {_signal_name(-code)}"
         else:
             how = f"ended unexpectedly with exit code {code}"
+        if part.log is None:
+            error = RunError(f"the {part.name} {how}")
+            error.exit_code = 1 if code is None else code if code > 0 else 128 - code
+            return error
         said = _last_lines(part)
         if not said:
             return RunError(f"the {part.name} {how} and logged nothing ({part.log})")
         if "\n" not in said:
             return RunError(f"the {part.name} {how}: {said}")
         return RunError(f"the {part.name} {how}; the end of {part.log}:\n{said}")
+
+    async def _end(self, part: _Part) -> None:
+        try:
+            await self._stop_part(part)
+        finally:
+            # Here with everything dead already, or because the wait itself was cancelled: then there is no time.
+            self._kill_part(part)
+            part.exited.close()
+            self._parts.remove(part)
 
     async def _stop_part(self, part: _Part) -> None:
         if part.process.returncode is None:
@@ -238,6 +303,8 @@ def _signal_name(number: int) -> str:
 
 def _last_lines(part: _Part) -> str:
     """What a part said last. Of a traceback only its last line: that one is for people."""
+    if part.log is None:
+        return ""
     with part.log.open("rb") as file:
         end = file.seek(0, os.SEEK_END)
         file.seek(max(part.log_start, end - _READ_FROM_LOG))

@@ -161,6 +161,41 @@ async def test_the_works_own_error_comes_through(tmp_path: Path, mark: str) -> N
     assert alive(mark) == []
 
 
+async def test_parts_may_become_ready_together(tmp_path: Path, mark: str) -> None:
+    async def never() -> bool:
+        return False
+
+    parts = Supervisor(tmp_path)
+    for name in "ab":
+        await parts.start(name, python(SLEEP, mark))
+    await parts.wait_ready({name: says_up(parts, name) for name in "ab"}, timeout=30)
+    with pytest.raises(RunError, match=r"the b wasn't ready within 0\.5 s"):
+        await parts.wait_ready({"a": says_up(parts, "a"), "b": never}, timeout=0.5)
+    assert alive(mark) == []
+
+
+async def test_a_foreground_part_ends_the_run_with_its_own_exit_code(
+    tmp_path: Path, mark: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    async with Supervisor(tmp_path) as parts:
+        await up(parts, "a", python(SLEEP, mark))
+        await parts.run_foreground("trainer", python("print('seen')"))
+        assert capfd.readouterr().out == "seen\n"
+        assert len(alive(mark)) == 1
+        with pytest.raises(RunError, match="the trainer ended unexpectedly with exit code 7") as e:
+            await parts.run_foreground("trainer", python("import sys; sys.exit(7)"))
+        assert e.value.exit_code == 7
+        assert alive(mark) == []
+
+
+async def test_a_foreground_part_does_not_outlive_the_others(tmp_path: Path, mark: str) -> None:
+    parts = Supervisor(tmp_path)
+    await parts.start("engine", python("import sys, time; time.sleep(0.5); sys.exit('gone')"))
+    with pytest.raises(RunError, match="the engine ended unexpectedly with exit code 1: gone"):
+        await parts.run_foreground("trainer", python(SLEEP, mark))
+    assert alive(mark) == []
+
+
 PROGRAM = """
 import asyncio, sys
 from pathlib import Path

@@ -31,6 +31,8 @@ from jinja2 import StrictUndefined, Template, UndefinedError, pass_context
 from jinja2.runtime import Context
 from jinja2.sandbox import SandboxedEnvironment
 
+from leyden.errors import PreflightError
+
 _EXPRESSION = re.compile(r"\{\{.*?\}\}", re.DOTALL)
 _WORD = re.compile(r"(?:\{\{.*?\}\}|\S)+", re.DOTALL)
 _SHELL_SYNTAX = re.compile(r"[|&;<>()$`\\\"'*?\[\]#~!{}\n]")
@@ -60,23 +62,45 @@ def build_command(
     Raises:
         Unusable: a template names a field that the task lacks, or the command isn't found.
     """
-    if isinstance(command, str):
-        if _SHELL_SYNTAX.search(_EXPRESSION.sub("", command)) or _ASSIGNMENT.match(command):
-            parameters: list[str] = []
-            text = render(command, task, name, parameters)
-            return Command(["/bin/sh", "-c", text, "sh", *parameters], command, shell=True)
-        command = _WORD.findall(command)
-    if not command:
+    words = _words(command)
+    if words is None:
+        assert isinstance(command, str)
+        parameters: list[str] = []
+        text = render(command, task, name, parameters)
+        return Command(["/bin/sh", "-c", text, "sh", *parameters], command, shell=True)
+    if not words:
         raise Unusable(f"{name} is empty: give the program to run")
-    argv = [render(item, task, f"{name}[{i}]") for i, item in enumerate(command)]
+    argv = [render(item, task, f"{name}[{i}]") for i, item in enumerate(words)]
     program = _find_program(argv[0], directory or base, path)
     if program is None:
         raise Unusable(f"{name}: command not found: {argv[0]!r}")
     if directory is None:
-        for i, item in enumerate(command[1:], start=1):
-            if "{{" not in item and "{%" not in item and not os.path.isabs(item) and (base / item).is_file():
+        for i, item in enumerate(words[1:], start=1):
+            if not _is_template(item) and not os.path.isabs(item) and (base / item).is_file():
                 argv[i] = str(base / item)
-    return Command([program, *argv[1:]], " ".join(command))
+    return Command([program, *argv[1:]], " ".join(words))
+
+
+def check_command(command: list[str] | str, directory: Path, name: str) -> None:
+    """Whether a run's command can be found, before anything runs. Only what is the same for every task is looked at.
+
+    `directory` is where relative names are found, `name` whose command it is.
+
+    Raises:
+        PreflightError: naming what isn't there.
+    """
+    words = _words(command)
+    if words is None:
+        return
+    if not words:
+        raise PreflightError(f"{name}.command is empty: give the program to run")
+    program = words[0]
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
+    if not _is_template(program) and _find_program(program, directory.resolve(), path) is None:
+        raise PreflightError(f"{name}.command: command not found: {program!r} (looked on PATH and in {directory})")
+    script = words[1] if len(words) > 1 and Path(program).name.startswith("python") else ""
+    if script.endswith(".py") and not _is_template(script) and not (directory / script).is_file():
+        raise PreflightError(f"{name}.command: there is no file {script!r} in {directory}")
 
 
 def class_command(agent_class: str, base: Path) -> Command:
@@ -119,7 +143,7 @@ def render(text: str, task: Any, name: str, parameters: list[str] | None = None)
     Raises:
         Unusable: naming the missing field and the template.
     """
-    if "{{" not in text and "{%" not in text and "{#" not in text:
+    if not _is_template(text):
         return text
     try:
         return _template(text, parameters is not None).render({"input": task, _PARAMETERS: parameters})
@@ -129,6 +153,19 @@ def render(text: str, task: Any, name: str, parameters: list[str] | None = None)
         raise Unusable(f"the task has no field {field}, which the template of {name} needs: {text!r}") from e
     except Exception as e:
         raise Unusable(f"the template of {name} failed ({type(e).__name__}: {e}): {text!r}") from e
+
+
+def _words(command: list[str] | str) -> list[str] | None:
+    """A command's items; None when it needs a shell."""
+    if isinstance(command, list):
+        return command
+    if _SHELL_SYNTAX.search(_EXPRESSION.sub("", command)) or _ASSIGNMENT.match(command):
+        return None
+    return _WORD.findall(command)
+
+
+def _is_template(text: str) -> bool:
+    return "{{" in text or "{%" in text or "{#" in text
 
 
 @lru_cache(maxsize=256)

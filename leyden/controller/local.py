@@ -11,12 +11,22 @@ from pathlib import Path
 
 import orjson
 
-from leyden.controller.commands import Command, Unusable, build_command, build_env, class_command, env_from_map
+from leyden.controller.commands import (
+    Command,
+    Unusable,
+    build_command,
+    build_env,
+    check_command,
+    class_command,
+    env_from_map,
+)
 from leyden.controller.environment import agent_environment, grader_environment, inherited, markers
 from leyden.controller.logfile import BoundedLog, LastLine, Pump, file_name, log_path
 from leyden.controller.processes import Exited, ProcessTable
 from leyden.controller.reconcile import StepEnd, StepKind
 from leyden.schema import Claim
+
+__all__ = ["LocalBackend", "LocalOptions", "check_command"]
 
 GRACE: dict[StepKind, float] = {"exited": 0.0, "timeout": 1.0, "stopped": 0.5}
 """Seconds between TERM and KILL. What an agent left running when it exited gets none; all is gone within 2 s."""

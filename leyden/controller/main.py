@@ -55,8 +55,8 @@ class ControllerOptions:
     controller_id: str = field(default_factory=socket.gethostname)
     agent_url: str | None = None
     config: ControllerConfig = field(default_factory=ControllerConfig)
-    start_patience: float = 10.0
-    """Seconds that the gateway may take to answer at the start."""
+    start_patience: float = 60.0
+    """Seconds that the gateway may take to answer at the start: it may be loading a tokenizer just then."""
 
 
 def serve(options: ControllerOptions) -> int:
@@ -156,6 +156,7 @@ class Controller:
 
     async def _greet(self) -> None:
         deadline = time.monotonic() + self._options.start_patience
+        waiting = False
         while True:
             try:
                 await self._client.healthz()
@@ -163,6 +164,9 @@ class Controller:
             except GatewayError as e:
                 if e.status not in (0, 502, 503, 504) or time.monotonic() > deadline:
                     raise
+                if not waiting:
+                    _log.info("waiting for the gateway", url=self._client.url, seconds=self._options.start_patience)
+                    waiting = True
                 await asyncio.sleep(0.1)
         released = await self._client.restarted(self._options.controller_id)
         _log.info("controller started", controller=self._options.controller_id, released=released)

@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from leyden.controller.commands import Command, Unusable, build_command, build_env, env_from_map, render
+from leyden.controller.commands import Command, Unusable, build_command, build_env, check_command, env_from_map, render
 from leyden.controller.environment import inherited
 from leyden.controller.logfile import TAIL_BYTES, BoundedLog, log_path
+from leyden.errors import PreflightError
 
 PATH = "/usr/bin:/bin"
 texts = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=40)
@@ -66,6 +67,22 @@ def test_an_empty_command_is_refused() -> None:
     for command in ([], "", "  "):
         with pytest.raises(Unusable, match=r"agent\.command is empty"):
             build(command, {})
+
+
+def test_a_command_is_checked_before_the_run(tmp_path: Path) -> None:
+    (tmp_path / "agent.py").write_text("")
+    for good in (["python", "agent.py"], "python agent.py {{ input.q }}", ["{{ input.x }}"], "cd nowhere && run | it"):
+        check_command(good, tmp_path, "agent")
+    bad: dict[str, list[str] | str] = {
+        "agent.command: command not found: 'no-such-x'": "no-such-x --y",
+        "agent.command: command not found: './run.sh'": ["./run.sh"],
+        "agent.command: there is no file 'gent.py'": ["python3", "gent.py"],
+        "agent.command is empty": [],
+    }
+    for text, command in bad.items():
+        with pytest.raises(PreflightError) as e:
+            check_command(command, tmp_path, "agent")
+        assert str(e.value).startswith(text)
 
 
 def test_env_map_paths() -> None:
