@@ -34,6 +34,9 @@ class Call:
     task: asyncio.Task[Answer]
     expiry: asyncio.TimerHandle | None = None
 
+    def failed(self) -> bool:
+        return self.task.done() and (self.task.cancelled() or self.task.exception() is not None)
+
 
 @dataclass(slots=True, eq=False)
 class LiveAttempt:
@@ -53,31 +56,37 @@ class LiveAttempt:
 
     def take_over(self, fingerprint: bytes) -> Call | None:
         """The call that an identical request began, if its client is gone and the grace time isn't over."""
-        waiting = self.orphans.get(fingerprint)
-        if not waiting:
-            return None
-        call = waiting.pop()
-        if not waiting:
-            del self.orphans[fingerprint]
-        if call.expiry is not None:
-            call.expiry.cancel()
-            call.expiry = None
-        return call
+        waiting = self.orphans.pop(fingerprint, [])
+        while waiting:
+            call = waiting.pop()
+            if call.expiry is not None:
+                call.expiry.cancel()
+                call.expiry = None
+            if not call.failed():
+                if waiting:
+                    self.orphans[fingerprint] = waiting
+                return call
+            self.drop(call)
+        return None
 
     def orphan(self, call: Call, grace: float, on_abort: Callable[[], None]) -> None:
         """Keep a call whose client went away for `grace` seconds, then abort it."""
-        if self.phase is not Phase.AGENT:
+        if self.phase is not Phase.AGENT or call.failed():
             self.drop(call)
             return
         self.orphans.setdefault(call.fingerprint, []).append(call)
 
         def expire() -> None:
-            if self.take_over(call.fingerprint) is not None:
-                if not call.task.done():
-                    on_abort()
-                self.drop(call)
+            waiting = self.orphans.get(call.fingerprint, [])
+            if call not in waiting:
+                return
+            waiting.remove(call)
+            if not waiting:
+                del self.orphans[call.fingerprint]
+            if not call.task.done():
+                on_abort()
+            self.drop(call)
 
-        # Siblings with one fingerprint are interchangeable: each expiry removes one of them.
         call.expiry = asyncio.get_running_loop().call_later(grace, expire)
 
     def drop(self, call: Call) -> None:

@@ -61,13 +61,13 @@ class EngineClient:
         stop: list[str],
         stop_token_ids: list[int],
         request_id: str,
-        timeout: float,
+        seconds: float,
     ) -> Completion:
         """Ask for one continuation. Cancelling closes the connection, which tells the engine to stop.
 
         Raises:
             EngineUnreachable: worth asking again, here or elsewhere.
-            EngineTimeout: silent for `timeout` seconds.
+            EngineTimeout: silent for `seconds`.
             Refused: the engine said no, or its answer broke off.
         """
         body = {
@@ -85,13 +85,13 @@ class EngineClient:
         url = f"{engine.endpoint.rstrip('/')}/completions"
         started = False
         try:
-            async with asyncio.timeout(timeout):
+            async with asyncio.timeout(seconds):
                 async with self._session.post(url, data=data) as answer:
                     started = True
                     payload = await answer.read()
                     status = answer.status
         except TimeoutError:
-            raise EngineTimeout(f"the engine at {engine.endpoint} gave no answer within {timeout:g} s") from None
+            raise EngineTimeout(f"the engine at {engine.endpoint} gave no answer within {seconds:g} s") from None
         except (aiohttp.ClientError, OSError) as e:
             why = str(e) or type(e).__name__
             if started:

@@ -29,6 +29,8 @@ class Sample:
     stop_reason: Any = None
     untrainable: str | None = None
     nan_logprobs: int = 0
+    text: str = ""
+    """The engine's own text, for a client to read when there are no ids."""
 
 
 def empty_sample(reason: str) -> Sample:
@@ -74,6 +76,7 @@ def read_sample(choice: Any, usage: Any, prompt_ids: npt.NDArray[np.int32], vers
         choice.get("stop_reason"),
         faults.first,
         nans,
+        text if isinstance(text := choice.get("text"), str) else "",
     )
 
 

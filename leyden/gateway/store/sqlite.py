@@ -121,9 +121,9 @@ class SqliteStore:
 
     # -- calls and events ----------------------------------------------------------------------------------------------
 
-    async def commit_calls(self, calls_: Sequence[CallCommit]) -> None:
+    async def commit_calls(self, batch: Sequence[CallCommit]) -> None:
         """Store the sibling calls of one request, undelivered."""
-        await self._write(lambda db: calls.commit(db, calls_))
+        await self._write(lambda db: calls.commit(db, batch))
 
     async def mark_delivered(self, rollout_id: str, attempt_id: str, call_ids: Sequence[str]) -> None:
         await self._write(lambda db: calls.mark_delivered(db, rollout_id, attempt_id, call_ids))

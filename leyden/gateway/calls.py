@@ -1,0 +1,317 @@
+"""Making one model call: plan the prompt, wait for the gate, ask an engine, check, record, and only then answer."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+
+from leyden.gateway.attempts import LiveAttempt
+from leyden.gateway.conversation import Link, Plan, link, request_keys
+from leyden.gateway.dialects.base import Answer, ChatRequest, Choice, TokenLogprob
+from leyden.gateway.engines.completions import EngineClient, EngineTimeout, EngineUnreachable
+from leyden.gateway.engines.integrity import Sample, empty_sample, read_sample
+from leyden.gateway.engines.registry import EngineRegistry
+from leyden.gateway.errors import Conflict, EngineFailed, Refused
+from leyden.gateway.pause import Pause
+from leyden.gateway.renderer import ModelRenderer, Parsed, Prompt
+from leyden.gateway.sampling import effective as effective_sampling
+from leyden.gateway.signals import wait_until
+from leyden.gateway.store.base import Store
+from leyden.gateway.store.calls import message_ref
+from leyden.gateway.store.records import CallCommit, MessageRef
+from leyden.schema import EngineModel
+
+log = logging.getLogger("leyden.gateway")
+
+ENGINE_TRIES = 4
+RETRY_SECONDS = 0.2
+"""Before the second try; doubles. A restarting engine needs longer than this, a dropped connection less."""
+MAX_RUNS_WARNED = 1000
+
+
+@dataclass(slots=True)
+class Counters:
+    """Since the gateway started."""
+
+    requests: int = 0
+    replayed: int = 0
+    abandoned: int = 0
+    nan_logprobs: int = 0
+    engine_retries: int = 0
+    engine_aborts: int = 0
+    _warned: dict[str | None, None] = field(default_factory=dict)
+
+    def first_of_run(self, run: str | None) -> bool:
+        if run in self._warned:
+            return False
+        if len(self._warned) >= MAX_RUNS_WARNED:
+            self._warned.pop(next(iter(self._warned)))
+        self._warned[run] = None
+        return True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallMaker:
+    """Everything that a call needs. `make` is run as a task of its own, so that a lost client doesn't stop it."""
+
+    store: Store
+    renderer: ModelRenderer
+    engines: EngineRegistry
+    client: EngineClient
+    pause: Pause
+    counters: Counters
+    request_timeout: float
+
+    async def make(
+        self, live: LiveAttempt, request: ChatRequest, dialect: str, call_id: str, fingerprint: bytes, seq: int
+    ) -> Answer:
+        """Generate, record durably, answer.
+
+        Raises:
+            Refused: nothing was generated, or it couldn't be recorded. Failures after the prompt was ready are recorded
+                as calls that must not be trained.
+        """
+        started = time.time()
+        keys = await self.renderer.run(lambda: request_keys(request.messages, request.tools))
+        plan = live.forest.plan(request.messages, keys)
+        prompt = await self.renderer.run(lambda: self.renderer.render(plan, request.messages, request.tools))
+        engine_len, model_len = self.engines.max_model_len(), self.renderer.max_model_len
+        limit = engine_len if engine_len is not None else model_len
+        used = effective_sampling(live.info.sampling, request.max_tokens, len(prompt.ids), limit)
+        relation = link(plan, prompt.ids, prompt.reason)
+        job = _Job(live, request, dialect, call_id, fingerprint, seq, started, plan, prompt, used, relation)
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(self._sample(job, f"{call_id}-{i}")) for i in range(request.n)]
+        except* Refused as errors:
+            first = _first(errors)
+            await self._record_failure(job, first)
+            raise first from None
+        samples = [t.result() for t in tasks]
+        parsed = await self.renderer.run(lambda: [self._parse(job, s) for s, _ in samples])
+        await self._record(job, samples, parsed)
+        return await self.renderer.run(lambda: self._answer(job, [s for s, _ in samples], parsed))
+
+    async def _sample(self, job: _Job, request_id: str) -> tuple[Sample, EngineModel]:
+        """One continuation. Waits while paused; asks again when nothing was generated or the engine gave it up."""
+        left = self.request_timeout
+        failed: list[str] = []
+        while True:
+            await self.pause.passed()
+            engine = self.engines.pick(job.live.info.rollout_id, failed)
+            if engine is None:
+                left = await self._await_engine(left)
+                continue
+            self.pause.inflight += 1
+            begun = time.monotonic()
+            try:
+                completion = await self.client.complete(
+                    engine,
+                    job.prompt.ids,
+                    job.effective,
+                    job.request.stop,
+                    self.renderer.stop_token_ids,
+                    request_id,
+                    left,
+                )
+            except EngineUnreachable as e:
+                failed.append(engine.endpoint)
+                left -= time.monotonic() - begun
+                delay = RETRY_SECONDS * 2 ** (len(failed) - 1)
+                if len(failed) >= ENGINE_TRIES or left <= delay:
+                    raise EngineFailed(f"{e.message} ({len(failed)} tries)", status=502) from e
+            else:
+                sample = read_sample(completion.choice, completion.usage, job.prompt.ids, completion.version)
+                if sample.finish_reason != "abort":
+                    return sample, engine
+                self.counters.engine_aborts += 1
+                left -= time.monotonic() - begun
+                delay = RETRY_SECONDS
+                if left <= delay:
+                    raise EngineTimeout(f"the engine kept aborting this call for {self.request_timeout:g} s")
+            finally:
+                self.pause.inflight -= 1
+            self.counters.engine_retries += 1
+            left -= delay
+            await asyncio.sleep(delay)
+
+    async def _await_engine(self, left: float) -> float:
+        """Wait for an engine to be registered; returns the time that is left."""
+        begun = time.monotonic()
+        ticket = self.engines.changed.ticket()
+        if not self.engines.all() and not await wait_until(ticket, begun + left):
+            raise EngineFailed(f"no engine was registered within {self.request_timeout:g} s", status=503)
+        return max(0.001, left - (time.monotonic() - begun))
+
+    def _parse(self, job: _Job, sample: Sample) -> Parsed:
+        request = job.request
+        if not len(sample.ids):
+            return Parsed(sample.text, None, [])
+        stop = sample.stop_reason if isinstance(sample.stop_reason, str) and request.stop else None
+        tools = request.tools if request.tool_choice == "auto" else None
+        return self.renderer.parse(job.prompt.ids, sample.ids, tools, stop)
+
+    def _answer(self, job: _Job, samples: list[Sample], parsed: list[Parsed]) -> Answer:
+        choices = []
+        for i, (sample, said) in enumerate(zip(samples, parsed, strict=True)):
+            logprobs = None
+            if job.request.logprobs and len(sample.logprobs) == len(sample.ids):
+                texts = self.renderer.token_texts(sample.ids)
+                values = [None if np.isnan(x) else float(x) for x in sample.logprobs]
+                logprobs = [TokenLogprob(t, x) for t, x in zip(texts, values, strict=True)]
+            choices.append(
+                Choice(
+                    call_id=_sibling_id(job.call_id, i),
+                    text=said.text,
+                    reasoning=said.reasoning,
+                    tool_calls=said.tool_calls,
+                    finish_reason=_finish(sample),
+                    completion_tokens=len(sample.ids),
+                    logprobs=logprobs,
+                )
+            )
+        return Answer(
+            call_id=job.call_id,
+            created=int(job.started),
+            model=job.request.model,
+            choices=choices,
+            prompt_tokens=len(job.prompt.ids),
+        )
+
+    async def _record(self, job: _Job, samples: list[tuple[Sample, EngineModel]], parsed: list[Parsed]) -> None:
+        """Commit the siblings and add them to the forest."""
+        refs = await self.renderer.run(lambda: [message_ref(m) for m in job.request.messages])
+        ended = time.time()
+        commits = []
+        for i, ((sample, engine), said) in enumerate(zip(samples, parsed, strict=True)):
+            self.counters.nan_logprobs += sample.nan_logprobs
+            if sample.untrainable is not None:
+                self._warn(job, sample.untrainable)
+            commits.append(job.commit(_sibling_id(job.call_id, i), sample, said, engine, refs, ended))
+        await self.store.commit_calls(commits)
+        hashes = [r.hash for r in refs]
+        if job.relation.parent is not None:
+            job.relation.parent.delivered = True
+        for commit, (sample, _), said in zip(commits, samples, parsed, strict=True):
+            job.live.forest.add(
+                commit.call_id,
+                job.seq,
+                job.plan.keys,
+                job.relation,
+                job.prompt.ids,
+                sample.ids,
+                said.message(),
+                sample.finish_reason,
+                hashes,
+            )
+
+    async def _record_failure(self, job: _Job, error: Refused) -> None:
+        """Keep a trace of a call that got no answer. It has no conversation after it and is never trained."""
+        kind = "timeout" if isinstance(error, EngineTimeout) else "engine failed"
+        sample = empty_sample(f"{kind}: {error.message}")
+        self._warn(job, f"{kind}: {error.message}")
+        refs = await self.renderer.run(lambda: [message_ref(m) for m in job.request.messages])
+        try:
+            await self.store.commit_calls([job.commit(job.call_id, sample, None, None, refs, time.time())])
+        except Refused as e:
+            log.warning("the failed call %s couldn't be recorded: %s", job.call_id, e.message)
+
+    def _warn(self, job: _Job, reason: str) -> None:
+        info = job.live.info
+        where = f"call {job.call_id} of rollout {info.rollout_id} attempt {info.attempt_id}"
+        if self.counters.first_of_run(info.run):
+            log.error("first call of run %s that can't be trained: %s: %s", info.run, where, reason)
+        else:
+            log.info("untrainable: %s: %s", where, reason)
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """One request on its way."""
+
+    live: LiveAttempt
+    request: ChatRequest
+    dialect: str
+    call_id: str
+    fingerprint: bytes
+    seq: int
+    started: float
+    plan: Plan
+    prompt: Prompt
+    effective: dict[str, Any]
+    relation: Link
+
+    def commit(
+        self,
+        call_id: str,
+        sample: Sample,
+        parsed: Parsed | None,
+        engine: EngineModel | None,
+        refs: list[MessageRef],
+        ended: float,
+    ) -> CallCommit:
+        base = self.relation.base
+        shared = 0
+        if base is not None:
+            pairs = zip(base.request_hashes, refs, strict=False)
+            shared = next(
+                (i for i, (a, b) in enumerate(pairs) if a != b.hash), min(len(base.request_hashes), len(refs))
+            )
+        effective = {**self.effective, **({"stop": self.request.stop} if self.request.stop else {})}
+        return CallCommit(
+            call_id=call_id,
+            rollout_id=self.live.info.rollout_id,
+            attempt_id=self.live.info.attempt_id,
+            seq=self.seq,
+            dialect=self.dialect,
+            base=base.call_id if base else None,
+            base_len=self.relation.base_len,
+            prompt_suffix=self.prompt.ids[self.relation.base_len :].astype("<i4").tobytes(),
+            response_ids=sample.ids.astype("<i4").tobytes(),
+            logprobs=sample.logprobs.astype("<f4").tobytes(),
+            versions=sample.versions.astype("<i4").tobytes(),
+            finish_reason=sample.finish_reason,
+            parent=self.relation.parent.call_id if self.relation.parent else None,
+            break_reason=self.relation.break_reason,
+            break_index=self.relation.break_index,
+            untrainable=sample.untrainable,
+            requested=self.request.requested,
+            effective=effective,
+            started_at=self.started,
+            ended_at=ended,
+            engine=engine.endpoint if engine else None,
+            model=engine.model if engine else self.request.model,
+            request_base=base.call_id if base and shared else None,
+            request_base_len=shared,
+            request_suffix=refs[shared:],
+            tools=message_ref(self.request.tools) if self.request.tools else None,
+            response=parsed.message() if parsed else None,
+            fingerprint=self.fingerprint,
+        )
+
+
+def _sibling_id(call_id: str, index: int) -> str:
+    return call_id if index == 0 else f"{call_id}-{index}"
+
+
+def _finish(sample: Sample) -> Literal["stop", "length"]:
+    return "length" if sample.finish_reason == "length" else "stop"
+
+
+def _first(errors: BaseExceptionGroup[Refused]) -> Refused:
+    error: BaseException = errors
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    assert isinstance(error, Refused)
+    return error
+
+
+def closed_error(live: LiveAttempt) -> Conflict:
+    """What a client hears whose call was ended together with its attempt."""
+    info = live.info
+    return Conflict(f"attempt {info.attempt_id} of rollout {info.rollout_id} ended while this call was running")

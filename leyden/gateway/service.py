@@ -1,0 +1,346 @@
+"""The gateway without HTTP: rollouts, attempts, keys and calls, and the background work that keeps them honest."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import uuid
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from leyden.gateway import keys
+from leyden.gateway.attempts import Call, LiveAttempt, LiveAttempts
+from leyden.gateway.calls import CallMaker, Counters
+from leyden.gateway.dialects.base import Answer, ChatRequest, Choice
+from leyden.gateway.engines.completions import EngineClient
+from leyden.gateway.engines.registry import EngineRegistry
+from leyden.gateway.errors import Conflict, Forbidden, Refused, StoreUnavailable, Unauthorized
+from leyden.gateway.keys import Action, KeyKind, Principal, Target
+from leyden.gateway.lifecycle import Phase, name_attempt
+from leyden.gateway.options import GatewayOptions, engine_key
+from leyden.gateway.pause import Pause
+from leyden.gateway.renderer import ModelRenderer
+from leyden.gateway.signals import Signal, wait_until
+from leyden.gateway.store.base import Store
+from leyden.gateway.store.records import Changed, Ended, KeyOwner, StoredCall
+from leyden.gateway.store.sqlite import SqliteStore
+from leyden.schema import (
+    TERMINAL_STATES,
+    Claim,
+    ClaimRequest,
+    EngineModel,
+    OutcomeReport,
+    PhaseReport,
+    Rollout,
+    RolloutCreate,
+    StatusPatch,
+    TerminalPage,
+)
+
+log = logging.getLogger("leyden.gateway")
+
+MAX_CALLS = 8192
+"""Calls held at once. Each costs a connection and its request in memory."""
+SWEEP_SECONDS = 0.5
+LAG_SECONDS = 0.1
+
+
+class Gateway:
+    """Open with `await Gateway.open(options)`; `close` when done."""
+
+    def __init__(self, options: GatewayOptions, store: Store, renderer: ModelRenderer, key: str) -> None:
+        self.options = options
+        self.store = store
+        self.renderer = renderer
+        self.engines = EngineRegistry(options.model_name)
+        self.pause = Pause(store)
+        self.counters = Counters()
+        self.live = LiveAttempts(store, renderer, self._revive)
+        self.started_at = time.time()
+        self.loop_lag = 0.0
+        self.fault: str | None = None
+        """Why the gateway can't be trusted any more: a background task ended."""
+        self._admin = keys.digest(key)
+        self._queue = Signal()
+        self._terminal = Signal()
+        self._client = EngineClient(engine_key(options))
+        self._maker = CallMaker(
+            store=store,
+            renderer=renderer,
+            engines=self.engines,
+            client=self._client,
+            pause=self.pause,
+            counters=self.counters,
+            request_timeout=options.request_timeout_seconds,
+        )
+        self._background: list[asyncio.Task[None]] = []
+
+    @classmethod
+    async def open(cls, options: GatewayOptions, key: str) -> Gateway:
+        """Open the store and load the tokenizer; `key` is the admin's.
+
+        Raises:
+            PreflightError: with one sentence.
+        """
+        store = await asyncio.to_thread(SqliteStore, options.store)
+        try:
+            renderer = await asyncio.to_thread(ModelRenderer, options.model_folder)
+            gateway = cls(options, store, renderer, key)
+            gateway.engines.set(await store.models())
+            await gateway.pause.load()
+            await store.renew_all(time.time())
+        except BaseException:
+            store.close()
+            raise
+        for work in (gateway._sweep(), gateway._measure_lag()):
+            task = asyncio.create_task(work)
+            task.add_done_callback(gateway._background_ended)
+            gateway._background.append(task)
+        return gateway
+
+    async def close(self) -> None:
+        for task in self._background:
+            task.cancel()
+        await asyncio.gather(*self._background, return_exceptions=True)
+        for live in self.live.all():
+            self.live.leave(live.info.rollout_id, live.info.attempt_id, Phase.ENDED)
+        await self._client.close()
+        self.renderer.close()
+        await asyncio.to_thread(self.store.close)
+
+    def _background_ended(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled():
+            self.fault = f"background work ended: {task.exception()!r}"
+            log.critical("%s; restart the gateway", self.fault)
+
+    # -- keys ----------------------------------------------------------------------------------------------------------
+
+    async def identify(self, key: str | None) -> tuple[Principal, KeyOwner | None]:
+        """Who holds this key.
+
+        Raises:
+            Unauthorized: nobody.
+        """
+        if key is None:
+            raise Unauthorized("a key is needed: send Authorization: Bearer KEY or x-api-key: KEY")
+        digest = keys.digest(key)
+        if keys.same(digest, self._admin):
+            return Principal(KeyKind.ADMIN), None
+        owner = await self.store.key_owner(digest)
+        if owner is None:
+            raise Unauthorized("this key isn't known here")
+        return Principal(KeyKind(owner.kind), owner.rollout_id, owner.attempt_id), owner
+
+    async def authorize(self, key: str | None, action: Action, target: Target | None = None) -> Principal:
+        """Identify and check rights; an attempt's own write that comes after its end is counted on it."""
+        principal, owner = await self.identify(key)
+        try:
+            keys.authorize(
+                principal, action, target, owner.phase if owner else None, owner.has_grader if owner else False
+            )
+        except Conflict:
+            if owner is not None and owner.phase is Phase.ENDED:
+                await self.store.count_late(owner.rollout_id, owner.attempt_id)
+            raise
+        return principal
+
+    # -- rollouts ------------------------------------------------------------------------------------------------------
+
+    async def create(self, items: Sequence[RolloutCreate], idempotency_key: str | None) -> list[Rollout]:
+        out = await self.store.create_rollouts(items, idempotency_key)
+        self._queue.notify()
+        return out
+
+    async def claim(self, request: ClaimRequest) -> list[Claim]:
+        """Lease work, waiting for some if there is none."""
+        deadline = time.monotonic() + request.wait_seconds
+        while True:
+            ticket = self._queue.ticket()
+            claims = await self.store.claim(request)
+            if claims or not await wait_until(ticket, deadline):
+                return claims
+
+    async def terminal(self, after: int, limit: int, wait_seconds: float, run: str | None) -> TerminalPage:
+        """Ended rollouts from `after` on, waiting for one if there is none."""
+        deadline = time.monotonic() + wait_seconds
+        while True:
+            ticket = self._terminal.ticket()
+            page = await self.store.terminal(after, limit, run)
+            if page.items or not await wait_until(ticket, deadline):
+                return page
+
+    async def patch(self, rollout_id: str, status: StatusPatch) -> Rollout:
+        return self._changed(await self.store.patch(rollout_id, status))
+
+    async def delete(self, rollout_id: str) -> None:
+        self._ended(await self.store.delete(rollout_id))
+
+    async def report_phase(self, rollout_id: str, attempt_id: str, report: PhaseReport) -> None:
+        await self.store.report_phase(rollout_id, attempt_id, report)
+        self.live.leave(rollout_id, attempt_id, Phase.GRADING)
+
+    async def report_outcome(self, rollout_id: str, attempt_id: str, report: OutcomeReport) -> Rollout:
+        return self._changed(await self.store.report_outcome(rollout_id, attempt_id, report))
+
+    async def release(self, controller_id: str) -> int:
+        ended = await self.store.release(controller_id)
+        self._ended(ended)
+        return len(ended)
+
+    def _changed(self, change: Changed) -> Rollout:
+        self._ended(change.ended)
+        if change.rollout.status.state in TERMINAL_STATES:
+            self._terminal.notify()
+        return change.rollout
+
+    def _ended(self, ended: Sequence[Ended]) -> None:
+        for item in ended:
+            self.live.leave(item.rollout_id, item.attempt_id, Phase.ENDED)
+        if any(e.requeued for e in ended):
+            self._queue.notify()
+        if any(not e.requeued for e in ended):
+            self._terminal.notify()
+
+    # -- engines -------------------------------------------------------------------------------------------------------
+
+    async def register(self, models: Sequence[EngineModel]) -> None:
+        await self.store.upsert_models(models)
+        self.engines.set(await self.store.models())
+
+    async def clear_engines(self) -> None:
+        await self.store.clear_models()
+        self.engines.set([])
+
+    def max_model_len(self) -> int | None:
+        engine = self.engines.max_model_len()
+        return engine if engine is not None else self.renderer.max_model_len
+
+    # -- calls ---------------------------------------------------------------------------------------------------------
+
+    async def attempt_for_call(self, key: str | None, target: Target | None) -> LiveAttempt:
+        """The attempt that a model call belongs to: the key's own, or the one that the path names."""
+        principal = await self.authorize(key, Action.MODEL_CALL, target)
+        if principal.kind is KeyKind.ADMIN and target is None:
+            raise Forbidden("the admin key names no attempt: use /proxy/rollout/ID/attempt/A/mode/train/openai/v1")
+        rollout_id = target.rollout_id if target else principal.rollout_id or ""
+        attempt_id = (target.attempt_id if target else principal.attempt_id) or ""
+        live = await self.live.get(rollout_id, attempt_id)
+        if live.phase is not Phase.AGENT:
+            await self.store.count_late(rollout_id, attempt_id)
+            who = name_attempt(rollout_id, attempt_id)
+            raise Conflict(f"{who} takes no more model calls: its agent phase has ended")
+        return live
+
+    def begin_call(self, live: LiveAttempt, request: ChatRequest, dialect: str, fingerprint: bytes) -> Call:
+        """Start a call, or take over the one that an identical request left behind.
+
+        Raises:
+            Refused: too many calls are under way.
+        """
+        self.counters.requests += 1
+        left_behind = live.take_over(fingerprint)
+        if left_behind is not None:
+            self.counters.replayed += 1
+            return left_behind
+        if sum(len(a.calls) for a in self.live.all()) >= MAX_CALLS:
+            raise Refused(f"the gateway already holds {MAX_CALLS} calls; try again later", status=503)
+        call_id = uuid.uuid4().hex
+        seq = live.take_seq()
+        task = asyncio.create_task(self._maker.make(live, request, dialect, call_id, fingerprint, seq))
+        call = Call(call_id, fingerprint, int(time.time()), task)
+        live.calls.add(call)
+        return call
+
+    def abandon(self, live: LiveAttempt, call: Call) -> None:
+        """The client went away: keep the call for a while, in case it comes back for it."""
+
+        def count() -> None:
+            self.counters.abandoned += 1
+
+        live.orphan(call, self.options.replay_grace_seconds, count)
+
+    async def delivered(self, live: LiveAttempt, call: Call) -> None:
+        """The client has the whole answer."""
+        live.calls.discard(call)
+        ids = [c.call_id for c in call.task.result().choices]
+        for call_id in ids:
+            if call_id in live.forest.nodes:
+                live.forest.nodes[call_id].delivered = True
+        try:
+            await self.store.mark_delivered(live.info.rollout_id, live.info.attempt_id, ids)
+        except StoreUnavailable as e:
+            # A later call that continues this one proves its delivery, and is then marked together with it.
+            log.error("call %s was delivered but couldn't be marked so: %s", call.call_id, e.message)
+
+    def _revive(self, live: LiveAttempt, stored: StoredCall) -> None:
+        """After a restart, let a client that never got this answer fetch it by asking again."""
+        if stored.response is None or stored.requested.get("n", 1) != 1:
+            return
+        said = stored.response
+        choice = Choice(
+            call_id=stored.call_id,
+            text=said.get("content") or "",
+            reasoning=said.get("reasoning_content"),
+            tool_calls=said.get("tool_calls") or [],
+            finish_reason="length" if stored.finish_reason == "length" else "stop",
+            completion_tokens=len(np.frombuffer(stored.response_ids, "<i4")),
+        )
+        answer = Answer(
+            call_id=stored.call_id,
+            created=int(stored.started_at),
+            model=stored.model,
+            choices=[choice],
+            prompt_tokens=len(np.frombuffer(stored.prompt_ids, "<i4")),
+        )
+
+        async def known() -> Answer:
+            return answer
+
+        call = Call(stored.call_id, stored.fingerprint, answer.created, asyncio.create_task(known()))
+        live.calls.add(call)
+        self.abandon(live, call)
+
+    # -- background ----------------------------------------------------------------------------------------------------
+
+    async def _sweep(self) -> None:
+        """End attempts whose lease ran out, and let go of idle ones."""
+        while True:
+            await asyncio.sleep(SWEEP_SECONDS)
+            try:
+                due = await self.store.next_expiry()
+                if due is not None and due <= time.time():
+                    self._ended(await self.store.expire(time.time()))
+            except StoreUnavailable as e:
+                log.error("can't end expired attempts: %s", e.message)
+            self.live.drop_idle()
+
+    async def _measure_lag(self) -> None:
+        """How late the event loop runs what is due: the worst of the last few seconds, decaying."""
+        while True:
+            due = time.monotonic() + LAG_SECONDS
+            await asyncio.sleep(LAG_SECONDS)
+            self.loop_lag = max(time.monotonic() - due, self.loop_lag * 0.95)
+
+    async def stats(self) -> dict[str, Any]:
+        out = await self.store.stats()
+        live = self.live.all()
+        return {
+            **out,
+            "in_flight": sum(len(a.calls) for a in live),
+            "at_engines": self.pause.inflight,
+            "waiting_for_taker": sum(len(o) for a in live for o in a.orphans.values()),
+            "live_attempts": len(live),
+            "since_start": {
+                "started_at": self.started_at,
+                "requests": self.counters.requests,
+                "replayed": self.counters.replayed,
+                "abandoned": self.counters.abandoned,
+                "nan_logprobs": self.counters.nan_logprobs,
+                "engine_retries": self.counters.engine_retries,
+                "engine_aborts": self.counters.engine_aborts,
+            },
+            "loop_lag_seconds": round(self.loop_lag, 4),
+        }
