@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import time
 from typing import Protocol
 
@@ -16,6 +17,11 @@ from leyden.schema import Claim, EventCreate, Outcome, OutcomeReport, PhaseRepor
 
 _GONE = frozenset({404, 409})
 _log = structlog.get_logger()
+
+
+def _once(rollout_id: str, attempt_id: str) -> str:
+    """Name of the grader's reward. Hashed: an id alone may be as long as the gateway lets such a name be."""
+    return hashlib.sha256(f"{rollout_id}/{attempt_id}/grader".encode()).hexdigest()
 
 
 class Backend(Protocol):
@@ -106,7 +112,7 @@ class AttemptRun:
                         self._attempt_id,
                         EventCreate(event_type="reward", data={"value": value, **details}),
                         key=claim.grader_key,
-                        once=f"{self._rollout_id}/{self._attempt_id}/grader",
+                        once=_once(self._rollout_id, self._attempt_id),
                     )
                 case reconcile.CheckReward():
                     return reconcile.RewardSeen(await self._has_reward())

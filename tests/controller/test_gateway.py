@@ -1,0 +1,134 @@
+"""The controller with the real gateway: the same contract from both sides."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from leyden.client import LeydenClient
+from leyden.config import ControllerConfig
+from leyden.controller.local import LocalBackend, LocalOptions
+from leyden.controller.main import Controller, ControllerOptions
+from leyden.controller.processes import ProcessTable
+from leyden.schema import Outcome, RolloutConfig, RolloutCreate, RolloutDetail, RolloutState
+from tests.controller.conftest import alive, none_alive, until
+from tests.gateway.conftest import ADMIN, World, make_world
+from tests.tiny import make_tiny_model
+
+CALL = """
+import json, os, urllib.request as u
+def post(url, key, body):
+    headers = {"Content-Type": "application/json", "Authorization": "Bearer " + os.environ[key]}
+    return json.load(u.urlopen(u.Request(url, json.dumps(body).encode(), headers)))
+body = {"model": os.environ["LEYDEN_MODEL"], "messages": [{"role": "user", "content": "hi"}]}
+answer = post(os.environ["OPENAI_BASE_URL"] + "/chat/completions", "OPENAI_API_KEY", body)
+open("answer.txt", "w").write(answer["choices"][0]["message"]["content"])
+"""
+
+REPORT = CALL + 'post(os.environ["AGL_EVENT_URL"], "AGL_KEY", {"event_type": "reward", "data": {"value": 0.75}})'
+
+
+@pytest.fixture
+async def world(tmp_path: Path) -> AsyncIterator[World]:
+    from transformers import AutoTokenizer
+
+    model = make_tiny_model(tmp_path / "tiny")
+    tokenizer = AutoTokenizer.from_pretrained(model, local_files_only=True)
+    async with make_world(tmp_path / "store.db", model, tokenizer) as w:
+        yield w
+
+
+@asynccontextmanager
+async def controlled(world: World, folder: Path) -> AsyncIterator[Controller]:
+    config = ControllerConfig(concurrency=4, lease_seconds=5)
+    options = ControllerOptions(gateway_url=world.url, admin_key=ADMIN, work_dir=folder, base_dir=folder, config=config)
+    backend = LocalBackend(LocalOptions(world.url, folder, folder / "work"), ProcessTable())
+    async with LeydenClient(world.url, ADMIN, patience=10) as client:
+        controller = Controller(options, backend, client)
+        task = asyncio.create_task(controller.run())
+        try:
+            yield controller
+        finally:
+            controller.stop()
+            await task
+
+
+async def finished(world: World, rollout_id: str) -> RolloutDetail:
+    after = 0
+    async with asyncio.timeout(60):
+        while True:
+            page = await world.admin.terminal(after, wait_seconds=10)
+            if any(item.rollout_id == rollout_id for item in page.items):
+                return await world.admin.rollout(rollout_id)
+            after = page.next_after
+
+
+async def enqueue(world: World, command: Any, *, grader: Any = None, **more: Any) -> str:
+    spec: dict[str, Any] = {"agent": {"command": command}, **more}
+    if grader is not None:
+        spec["grader"] = {"command": grader}
+    item = RolloutCreate(input={"q": 1}, config=RolloutConfig.model_validate(spec))
+    (rollout,) = await world.admin.create_rollouts([item], idempotency_key=uuid.uuid4().hex)
+    return rollout.rollout_id
+
+
+async def test_a_graded_rollout_succeeds(world: World, tmp_path: Path) -> None:
+    world.engine.say("the answer")
+    grade = "import sys; print(len(open('answer.txt').read()))"
+    async with controlled(world, tmp_path):
+        rollout_id = await enqueue(world, ["python", "-c", CALL], grader=["python", "-c", grade])
+        status = (await finished(world, rollout_id)).rollout.status
+    assert status.state is RolloutState.SUCCEEDED, status.error_message
+    assert (status.outcome, status.reward, status.calls) == (Outcome.OK, len("the answer"), 1)
+
+
+async def test_an_agent_may_report_its_reward_itself(world: World, tmp_path: Path) -> None:
+    world.engine.say("yes")
+    async with controlled(world, tmp_path):
+        status = (await finished(world, await enqueue(world, ["python", "-c", REPORT]))).rollout.status
+    assert status.state is RolloutState.SUCCEEDED, status.error_message
+    assert status.reward == 0.75
+
+
+async def test_an_infra_failure_is_tried_again_as_often_as_allowed(world: World, tmp_path: Path) -> None:
+    world.engine.say("a", "b", "c")
+    async with controlled(world, tmp_path):
+        rollout_id = await enqueue(world, ["python", "-c", CALL], grader=["echo", "NaN"], max_attempts=2)
+        detail = await finished(world, rollout_id)
+    assert [(a.attempt_id, a.outcome) for a in detail.attempt_details] == [("0", Outcome.INFRA), ("1", Outcome.INFRA)]
+    assert detail.rollout.status.error_message == "grader printed no number (exit code 0): last line was 'NaN'"
+    assert detail.rollout.status.reward is None
+
+
+async def test_a_failed_agent_is_not_tried_again(world: World, tmp_path: Path) -> None:
+    async with controlled(world, tmp_path):
+        detail = await finished(world, await enqueue(world, "echo oh no; exit 3"))
+    assert len(detail.attempt_details) == 1
+    attempt = detail.attempt_details[0]
+    assert (attempt.outcome, attempt.exit_code, attempt.log_tail) == (Outcome.AGENT_ERROR, 3, "oh no\n")
+    assert attempt.reason == "the agent exited with code 3; last line of its log: 'oh no'"
+
+
+async def test_deleting_a_rollout_ends_its_processes(world: World, tmp_path: Path) -> None:
+    async with controlled(world, tmp_path):
+        rollout_id = await enqueue(world, "setsid sleep 600 & sleep 601")
+        await until(lambda: len(alive(rollout_id)) >= 2)
+        await world.admin.delete(rollout_id)
+        assert await none_alive(rollout_id)
+
+
+async def test_a_stopped_controllers_rollout_goes_to_the_next(world: World, tmp_path: Path) -> None:
+    async with controlled(world, tmp_path):
+        rollout_id = await enqueue(world, "test -e go && exit 4; sleep 600", max_attempts=5)
+        await until(lambda: alive(rollout_id))
+    first = (await world.admin.rollout(rollout_id)).attempt_details[0]
+    assert (first.outcome, first.reason) == (Outcome.INFRA, "controller stopped")
+    assert not alive(rollout_id)
+    async with controlled(world, tmp_path):
+        await until(lambda: alive(rollout_id))
