@@ -29,7 +29,7 @@ from leyden.errors import ConfigError, GatewayError, LeydenError, PreflightError
 from leyden.schema import AttemptRef, Claim, ClaimRequest, Heartbeat
 
 POLL_SECONDS = 5.0
-"""Length of one long poll for work. Short, because a poll whose controller died may still be given a lease at its end."""
+"""Length of one long poll for work. Short: a poll whose controller died may still be given a lease at its end."""
 
 HEARTBEAT_SECONDS = 1.0
 """Longest time between heartbeats whatever the lease: a cancelled rollout's processes end that soon."""
