@@ -1,8 +1,8 @@
 """Weights of the fast decoder: what a llama-like model has, read from a folder or a module, checked, fused and packed.
 
 Per layer four matrices remain: q/k/v, output, gate/up, down. The two RMSNorm gains of a layer and the final one are
-folded into the matrix behind them, and the rows of q and k are reordered so that rotary pairs are neighbours (the dot product
-of q and k doesn't change when both are reordered alike). On the CPU matrices are repacked for oneDNN.
+folded into the matrix behind them, and the rows of q and k are reordered so that rotary pairs are neighbours (the dot
+product of q and k doesn't change when both are reordered alike). On the CPU matrices are repacked for oneDNN.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Paged KV bookkeeping: a pool of reference-counted blocks and a tree of token prefixes over them. Pure data, no torch.
 
 A block holds the keys and values of `BLOCK` consecutive tokens. Sequences own references to blocks; the prefix tree
-owns one reference to each block that it indexes. What only the tree still references can be reclaimed, least recently used
-first. Invariants:
+owns one reference to each block that it indexes. What only the tree still references can be reclaimed, least recently
+used first. Invariants:
 
 - A block is written only by the sequence that allocated it; everybody else reads. A prefix that ends inside a block is
   reused by copying that block.

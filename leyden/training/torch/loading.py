@@ -1,4 +1,4 @@
-"""From a model folder to a runner: what it will take, whether that fits, which forward serves it, whether it is right."""
+"""From a model folder to a runner: what that takes, whether it fits, which forward serves it, whether it is right."""
 
 from __future__ import annotations
 
