@@ -189,9 +189,11 @@ def _load_tokenizer(folder: Path) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except Exception as e:  # transformers raises many kinds; to the person starting the gateway they are one.
         raise PreflightError(f"can't load the tokenizer of {folder}: {' '.join(str(e).split())}") from e
+    tokenizer.model_max_length = int(1e30)  # Prompts are measured against the engine's limit, with an error of our own.
+    return tokenizer
 
 
 def _choose(tokenizer: Any, folder: Path) -> tuple[Any, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from dataclasses import dataclass
 from typing import Any
 
@@ -110,12 +111,19 @@ async def _read(engine: EngineModel, status: int, payload: bytes) -> Completion:
         shown = status if status in (400, 413, 422) else 502
         raise Refused(f"the engine answered {status}: {_detail(payload)}", status=shown)
     try:
-        value = orjson.loads(payload) if len(payload) < _LARGE else await asyncio.to_thread(orjson.loads, payload)
+        value = _parse(payload) if len(payload) < _LARGE else await asyncio.to_thread(_parse, payload)
         choice, usage, version = value["choices"][0], value.get("usage"), value.get("weight_version")
-    except (orjson.JSONDecodeError, KeyError, IndexError, TypeError, AttributeError):
+    except (ValueError, KeyError, IndexError, TypeError, AttributeError):
         raise EngineFailed(f"the engine at {engine.endpoint} gave an answer without choices") from None
     known = isinstance(version, int) and not isinstance(version, bool)
     return Completion(choice, usage, version if known else engine.version)
+
+
+def _parse(payload: bytes) -> Any:
+    try:
+        return orjson.loads(payload)
+    except orjson.JSONDecodeError:
+        return json.loads(payload)  # Engines written in Python may spell a missing log-prob NaN, which isn't JSON.
 
 
 def _detail(payload: bytes) -> str:

@@ -84,6 +84,10 @@ class Database:
         """Run `work` on a reader connection, in one snapshot, off the event loop."""
         return await asyncio.get_running_loop().run_in_executor(self._readers, self._read, work)
 
+    async def settled(self) -> None:
+        """Wait until every write that was queued before is done, so that a read that follows sees it."""
+        await self.write(lambda _: None)
+
     def close(self) -> None:
         if self._closed:
             return

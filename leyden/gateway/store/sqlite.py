@@ -135,6 +135,7 @@ class SqliteStore:
         def work(db: sqlite3.Connection) -> Trajectory:
             return calls.trajectory(db, rollouts.rollout_row(db, rollout_id), content=content)
 
+        await self.db.settled()
         return await self.db.read(work)
 
     async def add_event(
@@ -152,6 +153,7 @@ class SqliteStore:
 
     async def events(self, rollout_id: str, event_type: str | None, *, triplet: bool) -> bytes:
         """Events of the last attempt, as JSON."""
+        await self.db.settled()
         return await self.db.read(lambda db: events.of_last_attempt(db, rollout_id, event_type, triplet=triplet))
 
     # -- engines and service -------------------------------------------------------------------------------------------
