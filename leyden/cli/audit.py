@@ -19,21 +19,20 @@ def audit(
 ) -> None:
     """Recompute log-probs of recorded calls under their recorded version. Fails above the bound."""
     from leyden.config import load_run
-    from leyden.models import resolve_model
     from leyden.training.torch.audit import audit_calls
 
     run_dir = find_run(run)
-    config = load_run(run_dir / "run.yaml")
+    name = load_run(run_dir / "run.yaml").name
 
     async def work() -> int:
         async with open_reader(run_dir, None) as reader:
-            report = await audit_calls(reader, config, run_dir, resolve_model(config.model), calls, seed)
-        for line in report.lines():
-            print(line)
+            report = await audit_calls(reader, name, run_dir, calls, seed)
+        by_version = ", ".join(f"{n} of version {v}" for v, n in sorted(report.calls_by_version.items()))
+        print(f"recomputed {report.calls} calls ({by_version}); worst: {report.worst_call} of {report.worst_rollout}")
         print(
-            f"audit: calls={report.calls} tokens={report.tokens} max_dlogp={report.max_delta:.3g} "
-            f"mean_dlogp={report.mean_delta:.3g} bound={bound:g}"
+            f"audit: calls={report.calls} tokens={report.tokens} max_dlogp={report.max_difference:.3g} "
+            f"mean_dlogp={report.mean_difference:.3g} bound={bound:g}"
         )
-        return 0 if report.calls and report.max_delta <= bound else 1
+        return 0 if report.calls and report.max_difference <= bound else 1
 
     raise typer.Exit(asyncio.run(work()))

@@ -36,11 +36,12 @@ def rollouts(
     async def work() -> None:
         async with open_reader(run, gateway) as reader:
             states = [str(s) for s in state] if state else None
-            page = await reader.page(states, step, train, limit, cursor)
+            page = await reader.page(state_in=states, step=step, is_train=train, limit=limit, cursor=cursor)
         console = Console(soft_wrap=True)
         table = Table(box=None, pad_edge=False)
-        for name, justify in (("rollout", "left"), ("state", "left"), ("outcome", "left"), ("reward", "right")):
-            table.add_column(name, justify=justify, no_wrap=True)
+        for name in ("rollout", "state", "outcome"):
+            table.add_column(name, no_wrap=True)
+        table.add_column("reward", justify="right")
         table.add_column("calls", justify="right")
         table.add_column("seconds", justify="right")
         table.add_column("task")
@@ -75,8 +76,8 @@ def show(
 
 async def _show(rollout: str, run: Path | None, gateway: str | None, tokens: bool) -> None:
     async with open_reader(run, gateway) as reader:
-        detail = await reader.detail(rollout)
-        trajectory = await reader.trajectory(rollout)
+        detail = await reader.rollout(rollout)
+        trajectory = await reader.trajectory(rollout, content=True)
         tokenizer = _tokenizer(find_run(run)) if tokens and gateway is None else None
     console = Console(soft_wrap=True, highlight=False)
     _header(console, detail.rollout)
@@ -177,7 +178,7 @@ def logs(
     run_dir = find_run(run)
 
     async def last(reader: Reader) -> str:
-        return (await reader.detail(rollout)).rollout.status.last_attempt_id or "0"
+        return (await reader.rollout(rollout)).rollout.status.last_attempt_id or "0"
 
     async def find() -> str:
         async with open_reader(run_dir, None) as reader:

@@ -3,28 +3,37 @@
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import orjson
 
 from leyden.client import LeydenClient
 from leyden.errors import ConfigError, GatewayError
+from leyden.gateway.errors import Refused
+from leyden.gateway.store.sqlite import SqliteStore
 from leyden.schema import RolloutDetail, RolloutPage, RolloutState, Trajectory
 
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class Reader:
-    """What the looking commands ask. `page` takes state, step, training-or-not, limit and cursor."""
+class Reader(Protocol):
+    """The part of LeydenClient that the looking commands use."""
 
-    page: Callable[[list[str] | None, int | None, bool | None, int, str | None], Awaitable[RolloutPage]]
-    detail: Callable[[str], Awaitable[RolloutDetail]]
-    trajectory: Callable[[str], Awaitable[Trajectory]]
+    async def page(
+        self,
+        *,
+        state_in: list[str] | None = None,
+        run: str | None = None,
+        step: int | None = None,
+        is_train: bool | None = None,
+        limit: int = 50,
+        cursor: str | None = None,
+    ) -> RolloutPage: ...
+    async def rollout(self, rollout_id: str) -> RolloutDetail: ...
+    async def trajectory(self, rollout_id: str, *, content: bool = False) -> Trajectory: ...
 
 
 def find_run(run: Path | None) -> Path:
@@ -52,7 +61,7 @@ async def open_reader(run_dir: Path | None, gateway: str | None) -> AsyncIterato
     """
     if gateway is not None:
         async with LeydenClient(gateway, os.environ.get("LEYDEN_ADMIN_KEY", ""), patience=5) as client:
-            yield _of_client(client)
+            yield client
         return
     run_dir = find_run(run_dir)
     try:
@@ -68,42 +77,45 @@ async def open_reader(run_dir: Path | None, gateway: str | None) -> AsyncIterato
             except GatewayError:
                 pass
             else:
-                yield _of_client(client)
+                yield client
                 return
     if not (run_dir / "store.sqlite").is_file():
         raise ConfigError(f"{run_dir} has no store.sqlite: no rollout was recorded there")
-    from leyden.gateway.store.sqlite import SqliteStore
-
     store = SqliteStore(run_dir / "store.sqlite")
     try:
-        yield _of_store(store)
+        yield StoreReader(store)
     finally:
         store.close()
 
 
-def _of_client(client: LeydenClient) -> Reader:
-    return Reader(
-        page=lambda states, step, train, limit, cursor: client.page(
-            state_in=states, step=step, is_train=train, limit=limit, cursor=cursor
-        ),
-        detail=client.rollout,
-        trajectory=lambda rollout_id: client.trajectory(rollout_id, content=True),
-    )
+class StoreReader:
+    """The same answers from a store that no gateway has open."""
+
+    def __init__(self, store: SqliteStore) -> None:
+        self._store = store
+
+    async def page(
+        self,
+        *,
+        state_in: list[str] | None = None,
+        run: str | None = None,
+        step: int | None = None,
+        is_train: bool | None = None,
+        limit: int = 50,
+        cursor: str | None = None,
+    ) -> RolloutPage:
+        states = [RolloutState(s) for s in state_in] if state_in else None
+        return await _plain(self._store.page(states, run, step, is_train, limit, cursor))
+
+    async def rollout(self, rollout_id: str) -> RolloutDetail:
+        return await _plain(self._store.detail(rollout_id))
+
+    async def trajectory(self, rollout_id: str, *, content: bool = False) -> Trajectory:
+        return await _plain(self._store.trajectory(rollout_id, content=content))
 
 
-def _of_store(store: SqliteStore) -> Reader:  # noqa: F821  (imported only when a store is opened)
-    from leyden.gateway.errors import Refused
-
-    async def plain(work: Awaitable[T]) -> T:
-        try:
-            return await work
-        except Refused as e:
-            raise GatewayError(str(e), e.status) from e
-
-    return Reader(
-        page=lambda states, step, train, limit, cursor: plain(
-            store.page([RolloutState(s) for s in states] if states else None, None, step, train, limit, cursor)
-        ),
-        detail=lambda rollout_id: plain(store.detail(rollout_id)),
-        trajectory=lambda rollout_id: plain(store.trajectory(rollout_id, content=True)),
-    )
+async def _plain(work: Awaitable[T]) -> T:
+    try:
+        return await work
+    except Refused as e:
+        raise GatewayError(str(e), e.status) from e

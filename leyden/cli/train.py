@@ -92,40 +92,54 @@ async def _supervise(
             gateway = f"http://[{reach}]:{port}" if ":" in reach else f"http://{reach}:{port}"
             await supervisor.start(
                 "gateway",
-                [*leyden, "gateway", "--host", host, "--port", str(port), "--store", str(run_dir / "store.sqlite")]
-                + ["--model", str(model), "--served-model-name", config.name]
-                + ["--request-timeout-seconds", str(config.gateway.request_timeout_seconds)]
-                + ["--keepalive-seconds", str(config.gateway.keepalive_seconds)]
-                + ["--replay-grace-seconds", str(config.gateway.replay_grace_seconds)],
+                [
+                    *leyden,
+                    "gateway",
+                    *_flags(
+                        host=host,
+                        port=port,
+                        store=run_dir / "store.sqlite",
+                        model=model,
+                        served_model_name=config.name,
+                        request_timeout_seconds=config.gateway.request_timeout_seconds,
+                        keepalive_seconds=config.gateway.keepalive_seconds,
+                        replay_grace_seconds=config.gateway.replay_grace_seconds,
+                    ),
+                ],
                 env=env,
             )
             await supervisor.start(
                 "controller",
-                [*leyden, "controller", "--gateway", gateway, "--controller-id", "local"]
-                + ["--base-dir", str(base_dir), "--work-dir", str(run_dir)]
-                + ["--concurrency", str(config.controller.concurrency)]
-                + ["--lease-seconds", str(config.controller.lease_seconds)]
-                + ["--log-bytes", str(config.controller.log_bytes)]
-                + ["--keep-workspaces", config.controller.keep_workspaces],
+                [
+                    *leyden,
+                    "controller",
+                    *_flags(
+                        gateway=gateway,
+                        controller_id="local",
+                        base_dir=base_dir,
+                        work_dir=run_dir / "rollouts",
+                        concurrency=config.controller.concurrency,
+                        lease_seconds=config.controller.lease_seconds,
+                        log_bytes=config.controller.log_bytes,
+                        keep_workspaces=config.controller.keep_workspaces,
+                    ),
+                ],
                 env={k: v for k, v in env.items() if k != "LEYDEN_ENGINE_KEY"},
             )
         argv = [
             *leyden,
             "engine",
-            "--model",
-            str(model),
-            "--served-model-name",
-            config.name,
-            "--port",
-            str(engine_port),
+            *_flags(
+                model=model,
+                served_model_name=config.name,
+                port=engine_port,
+                threads=config.engine.threads,
+                max_batch=config.engine.max_batch,
+                max_model_len=config.engine.max_model_len,
+                kv_cache_tokens=config.engine.kv_cache_tokens,
+                device=config.training.device,
+            ),
         ]
-        for flag, value in (
-            ("--threads", config.engine.threads),
-            ("--max-batch", config.engine.max_batch),
-            ("--max-model-len", config.engine.max_model_len),
-            ("--kv-cache-tokens", config.engine.kv_cache_tokens),
-        ):
-            argv += [flag, str(value)] if value is not None else []
         await supervisor.start("engine", argv, env={k: v for k, v in env.items() if k != "LEYDEN_ADMIN_KEY"})
         where, engine_key = gateway, keys["engine"]
         await supervisor.wait_ready(
@@ -133,8 +147,8 @@ async def _supervise(
             timeout=_READY_SECONDS,
         )
         _note_address(run_dir, gateway)
-        argv = [*leyden, "trainer", "--run-dir", str(run_dir), "--gateway", gateway, "--engine", engine_url]
-        argv += ["--model", str(model), *(["--resume"] if resume else [])]
+        argv = [*leyden, "trainer", *_flags(run_dir=run_dir, gateway=gateway, engine=engine_url, model=model)]
+        argv += ["--resume"] if resume else []
         await supervisor.run_foreground("trainer", argv, env=env)
     finally:
         await supervisor.stop()
@@ -153,6 +167,16 @@ def trainer(
     config = load_run(run_dir / "run.yaml")
     admin, engine_key = os.environ.pop("LEYDEN_ADMIN_KEY", ""), os.environ.pop("LEYDEN_ENGINE_KEY", "")
     run_trainer(config, run_dir, model, gateway, admin, engine, engine_key, resume=resume)
+
+
+def _flags(**values: object) -> list[str]:
+    """Command-line flags for the values that are set."""
+    return [
+        word
+        for name, value in values.items()
+        if value is not None
+        for word in (f"--{name.replace('_', '-')}", str(value))
+    ]
 
 
 async def _gateway_ready(url: str, key: str) -> bool:
