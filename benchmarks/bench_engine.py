@@ -1,9 +1,10 @@
-"""Generated tokens per second: the embedded engine, through its HTTP API, beside `transformers.generate` in the same run.
+"""Generated tokens per second: the embedded engine, by HTTP, beside `transformers.generate` in the same run.
 
     python benchmarks/bench_engine.py --model DIR [--batches 1,8,32,64] [--rounds 3]
 
 Each round sends `batch` requests at once (distinct random prompts of 100 tokens, 64 new tokens, no stop tokens,
-temperature 1) to a real server process, then has `generate` do the same; times include reading the prompts. Figures are medians.
+temperature 1) to a real server process, then has `generate` do the same; times include reading the prompts. Figures are
+medians.
 """
 
 from __future__ import annotations

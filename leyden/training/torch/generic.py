@@ -5,6 +5,7 @@ Slower than the fast decoder and without shared prefixes; right for every archit
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -21,6 +22,9 @@ class GenericRunner:
 
     def __init__(self, model: Any) -> None:
         self.model = model.eval()
+        # Newer releases of transformers call it `cache` and warn about the older name.
+        named = inspect.signature(model.forward).parameters
+        self._cache_name = "cache" if "cache" in named else "past_key_values"
         self._caches: dict[int, Any] = {}
 
     def release(self, key: int) -> None:
@@ -44,7 +48,7 @@ class GenericRunner:
             ids = torch.tensor(
                 [chunk.sequence.tokens[chunk.start : chunk.start + chunk.count]], device=self.model.device
             )
-            rows.append(self.model(input_ids=ids, past_key_values=cache, use_cache=True).logits[0].float())
+            rows.append(self.model(input_ids=ids, use_cache=True, **{self._cache_name: cache}).logits[0].float())
         return list(plan.chunks), torch.cat(rows)
 
     def prepare(self, source: TensorSource) -> dict[str, Tensor]:
