@@ -63,6 +63,14 @@ async def _admin(gateway: Service, key: Key) -> None:
     await gateway.authorize(key, Action.ADMIN)
 
 
+async def _may_post(rollout_id: str, attempt_id: str, gateway: Service, key: Key) -> None:
+    await gateway.authorize(key, Action.POST_EVENT, Target(rollout_id, attempt_id))
+
+
+async def _may_read(rollout_id: str, gateway: Service, key: Key) -> None:
+    await gateway.authorize(key, Action.READ_TRAJECTORY, Target(rollout_id))
+
+
 def _states(given: list[str] | None) -> list[RolloutState] | None:
     names = [name for item in given or [] for name in item.split(",") if name]
     try:
@@ -138,11 +146,8 @@ def build_admin(gateway: Gateway) -> FastAPI:
         body = await gateway.store.events(rollout_id, event_type, triplet=format == "triplet")
         return Response(body, media_type="application/json")
 
-    @app.post("/api/rollouts/{rollout_id}/attempt/{attempt_id}/events")
-    async def post_event(
-        rollout_id: str, attempt_id: str, body: EventCreate, key: Key, idempotency_key: Once = None
-    ) -> Event:
-        await gateway.authorize(key, Action.POST_EVENT, Target(rollout_id, attempt_id))
+    @app.post("/api/rollouts/{rollout_id}/attempt/{attempt_id}/events", dependencies=[Depends(_may_post)])
+    async def post_event(rollout_id: str, attempt_id: str, body: EventCreate, idempotency_key: Once = None) -> Event:
         reward = _reward(body.data) if body.event_type == "reward" else None
         if body.event_type == "model_request":
             raise Invalid("model_request events are the gateway's own record of calls and can't be posted")
@@ -150,9 +155,8 @@ def build_admin(gateway: Gateway) -> FastAPI:
             rollout_id, attempt_id, body.event_type, body.data, reward, idempotency_key
         )
 
-    @app.get("/api/rollouts/{rollout_id}/trajectory")
-    async def trajectory(rollout_id: str, key: Key, content: bool = False) -> Response:
-        await gateway.authorize(key, Action.READ_TRAJECTORY, Target(rollout_id))
+    @app.get("/api/rollouts/{rollout_id}/trajectory", dependencies=[Depends(_may_read)])
+    async def trajectory(rollout_id: str, content: bool = False) -> Response:
         found = await gateway.store.trajectory(rollout_id, content=content)
         return Response(_encode(found), media_type="application/msgpack")
 
