@@ -28,9 +28,9 @@ def read_records(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def cut_records(run_dir: Path, step: int) -> int:
-    """Keep what belongs to the first `step` steps, so that a resumed run records each once. Returns how many went.
+    """Keep what belongs to the first `step` steps and validation up to there. Returns how many records went.
 
-    Validation made after `step` steps goes too unless it is complete; it is a record of its own, kept.
+    So a resumed run, which makes the others again, records each once.
     """
     records = read_records(run_dir)
     kept = [r for r in records if (r["step"] < step if r["kind"] == "step" else r["step"] <= step)]
@@ -42,7 +42,9 @@ def cut_records(run_dir: Path, step: int) -> int:
 class MetricsLog:
     """Appends records; each is on disk when `write` returns. Use as a context manager."""
 
-    def __init__(self, run_dir: Path) -> None:
+    def __init__(self, run_dir: Path, step: int = 0) -> None:
+        """`step` is where this process goes on: TensorBoard hides what an earlier one plotted from there."""
+        self._step = step
         self._path = run_dir / FILE
         self._folder = run_dir / "tensorboard"
         self._board: Any = None
@@ -51,7 +53,7 @@ class MetricsLog:
         from torch.utils.tensorboard import SummaryWriter
 
         self._file = self._path.open("a")
-        self._board = SummaryWriter(str(self._folder), flush_secs=10)
+        self._board = SummaryWriter(str(self._folder), purge_step=self._step or None, flush_secs=10)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:

@@ -32,23 +32,27 @@ LAUNCH_SECONDS = 30.0
 class Progress:
     """How far a run has got, kept beside the checkpoints so that a crash shows what was lost.
 
-    `started` is the newest step whose rollouts may exist, `updated` the newest whose update was made (-1: none). Steps
-    up to `replay_through` are created under `.r{replays}`.
+    `started` is the newest step whose rollouts may exist (-1: none); starting a step means that the ones before it
+    are done. Rollouts of steps up to `replay_through` are created under `.r{replays}`.
     """
 
     started: int = -1
-    updated: int = -1
     replays: int = 0
     replay_through: int = -1
 
     def suffix(self, step: int) -> str:
         return f".r{self.replays}" if step <= self.replay_through else ""
 
+    def starting(self, step: int) -> Progress:
+        return Progress(max(step, self.started), self.replays, self.replay_through)
+
     def resumed_at(self, step: int) -> Progress:
-        """The progress of a run that goes on at `step`: steps whose update was made and lost get new rollouts."""
-        if self.updated < step:
+        """The progress of a run that goes on at `step`: where later steps had begun, their weights are lost, so
+        that what was sampled from them is not trained again; an interrupted step without a successor is taken up as
+        it is."""
+        if self.started <= step:
             return self
-        return Progress(step - 1, step - 1, self.replays + 1, max(self.started, self.replay_through))
+        return Progress(self.started, self.replays + 1, self.started)
 
 
 def rollout_config(config: RunConfig, sampling: Sampling) -> RolloutConfig:

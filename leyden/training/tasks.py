@@ -15,6 +15,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from leyden.config import RunConfig
 from leyden.errors import ConfigError
 
 
@@ -72,6 +73,20 @@ def load_tasks(source: str, seed: int, base: Path | None = None) -> list[Task]:
         seen[task_id] = index
         tasks.append(Task(task_id, row))
     return tasks
+
+
+def load_run_tasks(config: RunConfig) -> tuple[list[Task], list[Task]]:
+    """A run's training tasks and the held-out ones that validation uses (none when validation is off).
+
+    Raises:
+        ConfigError: as `load_tasks` and `check_disjoint`.
+    """
+    train = load_tasks(config.data.train, config.seed)
+    if config.data.heldout is None or config.validation.tasks == 0:
+        return train, []
+    heldout = load_tasks(config.data.heldout, config.seed)[: config.validation.tasks]
+    check_disjoint(train, heldout)
+    return train, heldout
 
 
 def check_disjoint(train: Sequence[Task], heldout: Sequence[Task]) -> None:

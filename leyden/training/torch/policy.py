@@ -228,9 +228,14 @@ class Policy:
             out.append(np.concatenate(parts))
         return out
 
-    def score_ids(self, ids: Sequence[int]) -> list[float]:
-        """Log-probability of each token of `ids` but the first, given those before it."""
-        return self.score([whole_row(ids)])[0].tolist()
+    def score_ids(self, ids: Sequence[int], *, temperature: float | None = None) -> list[float]:
+        """Log-probability of each token of `ids` but the first, given those before it (None: the run's temperature)."""
+        own = self.temperature
+        self.temperature = own if temperature is None else temperature
+        try:
+            return self.score([whole_row(ids)])[0].tolist()
+        finally:
+            self.temperature = own
 
     # -- forward -------------------------------------------------------------------------------------------------------
 
@@ -324,9 +329,18 @@ class Policy:
         """Write `model.safetensors` (merged) into `folder`."""
         save_file(self.merged_state(), folder / "model.safetensors", metadata={"format": "pt"})
 
-    def save(self, folder: Path) -> None:
-        """Write a loadable Hugging Face folder plus the trainer's state (`trainer.pt`, and `adapter/` with LoRA)."""
-        self.save_weights(folder)
+    def save(self, folder: Path, weights: Path | None = None) -> None:
+        """Write a loadable Hugging Face folder plus the trainer's state (`trainer.pt`, and `adapter/` with LoRA).
+
+        `weights` is a folder where `save_weights` has put these very weights: the file is linked instead of written
+        again.
+        """
+        try:
+            if weights is None:
+                raise FileNotFoundError
+            os.link(weights / "model.safetensors", folder / "model.safetensors")
+        except OSError:
+            self.save_weights(folder)
         self.hf.config._attn_implementation = "sdpa"
         self.hf.config.to_json_file(folder / "config.json")
         for path in sorted(self.source.iterdir()) if self.source.is_dir() else []:
