@@ -7,6 +7,7 @@ import contextlib
 import json
 import logging
 import os
+import signal
 import socket
 from collections.abc import AsyncIterator, Callable, Iterator, MutableMapping
 from contextlib import asynccontextmanager
@@ -45,9 +46,12 @@ def build_app(gateway: Gateway) -> App:
 
 
 class _Server(uvicorn.Server):
-    """A server that says when it is ready, and leaves signals alone when it is embedded."""
+    """A server that says when it is ready, and leaves signals to its starter.
 
-    def __init__(self, app: App, *, embedded: bool) -> None:
+    uvicorn's own handling raises the signal again once it has stopped serving, before the store is closed.
+    """
+
+    def __init__(self, app: App) -> None:
         super().__init__(
             uvicorn.Config(
                 app,
@@ -62,7 +66,6 @@ class _Server(uvicorn.Server):
                 timeout_graceful_shutdown=SHUTDOWN_SECONDS,
             )
         )
-        self._embedded = embedded
         self.ready = asyncio.Event()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -71,11 +74,7 @@ class _Server(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        if self._embedded:
-            yield
-            return
-        with super().capture_signals():
-            yield
+        yield
 
 
 def _url(listener: socket.socket) -> str:
@@ -84,20 +83,18 @@ def _url(listener: socket.socket) -> str:
 
 
 @asynccontextmanager
-async def running_gateway(options: GatewayOptions, *, embedded: bool = True) -> AsyncIterator[tuple[Gateway, str]]:
+async def running_gateway(options: GatewayOptions) -> AsyncIterator[tuple[Gateway, str]]:
     """A gateway that answers at the URL given with it, in this event loop, until the block is left.
 
     Raises:
         PreflightError: it can't start; the message is one sentence.
     """
-    async with _serving(options, embedded=embedded) as (gateway, url, _):
+    async with _serving(options) as (gateway, url, _, _):
         yield gateway, url
 
 
 @asynccontextmanager
-async def _serving(
-    options: GatewayOptions, *, embedded: bool
-) -> AsyncIterator[tuple[Gateway, str, asyncio.Task[None]]]:
+async def _serving(options: GatewayOptions) -> AsyncIterator[tuple[Gateway, str, _Server, asyncio.Task[None]]]:
     key, made = admin_key(options)
     listener = bind(options.host, options.port)
     try:
@@ -108,13 +105,13 @@ async def _serving(
     if made is not None:
         print(f"Admin key, shown this once and kept in {made}: {key}", flush=True)
     try:
-        server = _Server(build_app(gateway), embedded=embedded)
+        server = _Server(build_app(gateway))
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         ready = asyncio.create_task(server.ready.wait())
         await asyncio.wait({serving, ready}, return_when="FIRST_COMPLETED")
         ready.cancel()
         try:
-            yield gateway, _url(listener), serving
+            yield gateway, _url(listener), server, serving
         finally:
             server.should_exit = True
             await serving
@@ -132,7 +129,13 @@ def run_gateway(options: GatewayOptions) -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
 
     async def main() -> None:
-        async with _serving(options, embedded=False) as (_, url, serving):
+        async with _serving(options) as (_, url, server, serving):
+
+            def stop() -> None:
+                server.should_exit = True
+
+            for number in (signal.SIGINT, signal.SIGTERM):
+                asyncio.get_running_loop().add_signal_handler(number, stop)
             print(f"Leyden gateway at {url}, store {options.store}", flush=True)
             if options.ready_file is not None:
                 text = json.dumps({"url": url, "pid": os.getpid()})
