@@ -83,8 +83,14 @@ def train(project: Path, *args: str) -> subprocess.CompletedProcess[str]:
 
 
 def steps(project: Path) -> list[int]:
-    lines = (project / "out" / "metrics.jsonl").read_text().splitlines()
-    return [r["step"] for r in map(json.loads, lines) if "loss" in r]
+    return [r["step"] for r in records(project)]
+
+
+def records(project: Path) -> list[dict]:
+    """The metrics of finished steps. A line that is still being written isn't one."""
+    text = (project / "out" / "metrics.jsonl").read_text()
+    found = map(json.loads, text[: text.rfind("\n") + 1].splitlines())
+    return [r for r in found if r["kind"] == "step"]
 
 
 def leftovers(project: Path) -> list[str]:
@@ -104,7 +110,7 @@ def test_a_run_trains_and_can_be_looked_at(project: Path) -> None:
     summary = json.loads((out / "summary.json").read_text())
     assert summary["heldout_tasks"] == 2
     assert 0 <= summary["reward_before"] <= 1 and 0 <= summary["reward_after"] <= 1
-    assert steps(project) == [1, 2]
+    assert steps(project) == [0, 1]
     assert (out / "curve.png").stat().st_size > 1000
     assert list((out / "tensorboard").iterdir())
     assert yaml.safe_load((out / "run.yaml").read_text())["training"]["steps"] == 2
@@ -114,8 +120,8 @@ def test_a_run_trains_and_can_be_looked_at(project: Path) -> None:
     listed = leyden(project, "rollouts", "--run", "out")
     assert listed.returncode == 0, listed.stderr
     assert "20" in listed.stdout  # 2 × 8 training rollouts + 2 × 2 held-out
-    rollout = "tiny.00001.000.000"
-    assert rollout in leyden(project, "rollouts", "--run", "out", "--step", "1").stdout
+    rollout = "tiny.00000.000.000"
+    assert rollout in leyden(project, "rollouts", "--run", "out", "--step", "0").stdout
     shown = leyden(project, "show", rollout, "--run", "out")
     assert shown.returncode == 0, shown.stderr
     for word in ("reward", "log-prob", "Is it", "agent done", "version"):
@@ -149,15 +155,14 @@ def test_kill_of_the_whole_tree_then_resume(project: Path) -> None:
         except psutil.NoSuchProcess:
             pass
     run.wait(10)
-    finished = [json.loads(line) for line in (project / "out" / "metrics.jsonl").read_text().splitlines()]
-    finished = [r for r in finished if "loss" in r]
+    finished = records(project)
 
     done = train(project, "training.steps=4", "--resume")
     assert done.returncode == 0, done.stderr[-3000:]
-    records = [json.loads(line) for line in (project / "out" / "metrics.jsonl").read_text().splitlines()]
-    records = [r for r in records if "loss" in r]
-    assert [r["step"] for r in records] == [1, 2, 3, 4]
-    assert records[: len(finished) - 1] == finished[:-1]
+    assert "resuming at step" in done.stdout
+    assert steps(project) == [0, 1, 2, 3]
+    # A step is recorded before its checkpoint: the kill may have come between the two.
+    assert records(project)[: len(finished) - 1] == finished[:-1]
     assert not leftovers(project)
 
 
@@ -213,6 +218,6 @@ def test_agents_and_graders_that_fail_end_the_run_in_a_sentence(
     for word in words:
         assert word in last
     assert "leyden show tiny." in last
-    shown = leyden(project, "show", "tiny.00001.000.000", "--run", "out")
+    shown = leyden(project, "show", "tiny.00000.000.000", "--run", "out")
     assert shown.returncode == 0 and words[0].split()[0] in shown.stdout
     assert not leftovers(project)

@@ -169,8 +169,8 @@ def _add_execution(app: FastAPI, gateway: Gateway) -> None:
     only_admin = [Depends(_admin)]
 
     @app.post("/api/claims", dependencies=only_admin)
-    async def claim(body: ClaimRequest) -> list[Claim]:
-        return await gateway.claim(body)
+    async def claim(body: ClaimRequest, request: Request) -> list[Claim]:
+        return await gateway.claim(body, request.is_disconnected)
 
     @app.post("/api/heartbeats", dependencies=only_admin)
     async def heartbeat(body: Heartbeat) -> HeartbeatReply:

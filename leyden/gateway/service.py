@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -154,13 +154,13 @@ class Gateway:
         self._queue.notify()
         return out
 
-    async def claim(self, request: ClaimRequest) -> list[Claim]:
-        """Lease work, waiting for some if there is none."""
+    async def claim(self, request: ClaimRequest, gone: Callable[[], Awaitable[bool]]) -> list[Claim]:
+        """Lease work, waiting for some if there is none. A controller that hung up meanwhile (`gone`) gets none."""
         deadline = time.monotonic() + request.wait_seconds
         while True:
             ticket = self._queue.ticket()
             claims = await self.store.claim(request)
-            if claims or not await wait_until(ticket, deadline):
+            if claims or not await wait_until(ticket, deadline) or await gone():
                 return claims
 
     async def terminal(self, after: int, limit: int, wait_seconds: float, run: str | None) -> TerminalPage:

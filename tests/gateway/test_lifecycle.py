@@ -254,3 +254,13 @@ async def test_clients_that_patch_and_read_events(world: World) -> None:
     triplet, reward = orjson.loads(raw)
     assert set(triplet["data"]) == {"prompt_token_ids", "response_token_ids", "response_log_probs", "server"}
     assert triplet["data"]["prompt_token_ids"] == asked and reward["event_type"] == "reward"
+
+
+async def test_a_controller_that_hung_up_gets_no_lease(world: World) -> None:
+    poll = asyncio.create_task(world.admin.claim(ClaimRequest(controller_id="gone", wait_seconds=20)))
+    await asyncio.sleep(0.2)
+    poll.cancel()
+    await asyncio.gather(poll, return_exceptions=True)
+    await asyncio.sleep(0.2)
+    claim = await world.claim(controller="alive")
+    assert claim.attempt_id == "0"
