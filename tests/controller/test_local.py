@@ -199,10 +199,12 @@ async def test_a_process_that_keeps_moving_is_caught(gateway: FakeGateway, runni
     command = script(
         tmp_path,
         """
-        import os
+        import os, time
+        # Bounded: should it ever get away, it must not take a core for good.
+        end = time.monotonic() + 20
         if os.fork() == 0:
             os.setsid()
-            while True:
+            while time.monotonic() < end:
                 if os.fork():
                     os._exit(0)
                 os.setsid()
