@@ -17,6 +17,7 @@ import os
 import signal
 import subprocess
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -26,6 +27,9 @@ import structlog
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _libc = ctypes.CDLL(None, use_errno=True)
+
+CHASE_SECONDS = 0.3
+"""How long a tree's end is pursued without a pause: what forks and ends all the time must be met between the two."""
 
 GONE_WITHIN = 2.0
 """Seconds in which a killed tree is given up as unkillable (a process stuck in the kernel)."""
@@ -204,6 +208,8 @@ class ProcessTable:
         self._trees: set[Tree] = set()
         self._leaders: dict[int, Tree] = {}
         self._exclusive = exclusive
+        self._strangers: set[int] = set()
+        """Zombies among our children that show nothing to know them by."""
         become_subreaper()
 
     def add(self, markers: frozenset[bytes]) -> Tree:
@@ -245,7 +251,7 @@ class ProcessTable:
             if time.monotonic() > deadline:
                 _log.warning("processes don't die of SIGKILL", pids=self._members(tree))
                 break
-            await asyncio.sleep(pause)
+            await asyncio.sleep(pause if time.monotonic() > deadline - GONE_WITHIN + CHASE_SECONDS else 0)
             pause = min(pause * 2, 0.05)
         self._forget(tree)
 
@@ -261,15 +267,20 @@ class ProcessTable:
 
     def kill_now(self, tree: Tree) -> bool:
         """One round of SIGKILL and reaping. True when nothing of the tree is left."""
-        members = self._members(tree)
         for pid, process in tree.leaders.items():
             # Not reaped yet: its group is still its own. A group gets the signal at once, however fast it forks.
             if process.returncode is None:
                 kill_group(pid, signal.SIGKILL)
-        for pid in members:
+        members: list[int] = []
+        for pid in self._each_member(tree):
+            # Killed before the next one is looked at: a process that forks and ends all the time is gone otherwise.
             kill(pid, signal.SIGKILL)
+            members.append(pid)
         tree.killed.update(members)
-        left = False
+        # A zombie without an owner that wasn't there before may be the trace of one that forks and ends all the time.
+        strangers = {pid for pid in children(os.getpid()) if self._is_stranger(pid, tree)}
+        left = bool(strangers - self._strangers)
+        self._strangers = strangers
         for process in tree.leaders.values():
             left |= process.poll() is None
         own = set(children(os.getpid()))
@@ -298,8 +309,11 @@ class ProcessTable:
 
     def _members(self, tree: Tree) -> list[int]:
         """Processes of a tree, zombies included except reaped leaders."""
-        found: list[int] = []
-        for pid in children(os.getpid()):
+        return list(self._each_member(tree))
+
+    def _each_member(self, tree: Tree) -> Iterator[int]:
+        """The same one by one, newest first."""
+        for pid in reversed(children(os.getpid())):
             owner = tree if pid in tree.killed else self._leaders.get(pid)
             if owner is None:
                 stat = read_stat(pid)
@@ -309,8 +323,14 @@ class ProcessTable:
                 if owner is None and self._exclusive and self._suspects(stat) <= {tree}:
                     owner = tree
             if owner is tree:
-                found += [pid, *descendants(pid)]
-        return found
+                yield pid
+                yield from descendants(pid)
+
+    def _is_stranger(self, pid: int, tree: Tree) -> bool:
+        if pid in self._leaders or pid in tree.killed:
+            return False
+        stat = read_stat(pid)
+        return stat is not None and stat.state == "Z" and self._owner(pid, stat) is None
 
     def _alive(self, tree: Tree) -> bool:
         for pid in self._members(tree):
