@@ -32,6 +32,9 @@ from leyden.schema import (
     Trajectory,
 )
 
+torch.set_num_threads(1)
+"""A model this small only waits on other threads, for ages when the machine is busy."""
+
 
 class Crash(Exception):
     """The process ends here."""
