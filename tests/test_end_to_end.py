@@ -109,7 +109,7 @@ def test_a_run_trains_and_can_be_looked_at(project: Path) -> None:
     out = project / "out"
     summary = json.loads((out / "summary.json").read_text())
     assert summary["heldout_tasks"] == 2
-    assert 0 <= summary["reward_before"] <= 1 and 0 <= summary["reward_after"] <= 1
+    assert 0 <= summary["heldout_before"] <= 1 and 0 <= summary["heldout_after"] <= 1
     assert steps(project) == [0, 1]
     assert (out / "curve.png").stat().st_size > 1000
     assert list((out / "tensorboard").iterdir())

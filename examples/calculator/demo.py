@@ -45,7 +45,7 @@ def main() -> int:
         print(f"demo: failed exit_code={code} minutes={minutes:.1f}")
         return code
     summary = json.loads((run_dir / "summary.json").read_text())
-    before, after = summary["reward_before"], summary["reward_after"]
+    before, after = summary["heldout_before"], summary["heldout_after"]
     gain = after - before
     print(
         f"demo: reward_before={before:.3f} reward_after={after:.3f} gain={gain:.3f} minutes={minutes:.1f} "

@@ -79,7 +79,15 @@ async def _supervise(
 ) -> None:
     keys = _keys(run_dir)
     admin = os.environ["LEYDEN_ADMIN_KEY"] if gateway else keys["admin"]
-    env = {**os.environ, "LEYDEN_ADMIN_KEY": admin, "LEYDEN_ENGINE_KEY": keys["engine"], "PYTHONUNBUFFERED": "1"}
+    # Threads that spin while they wait make whoever shares the cores several times slower (docs/decisions.md).
+    quiet = {"OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "PASSIVE")}
+    env = {
+        **os.environ,
+        **quiet,
+        "LEYDEN_ADMIN_KEY": admin,
+        "LEYDEN_ENGINE_KEY": keys["engine"],
+        "PYTHONUNBUFFERED": "1",
+    }
     leyden = [sys.executable, "-m", "leyden"]
     engine_port = preflight.pick_port("127.0.0.1", config.engine.port, "engine")
     engine_url = f"http://127.0.0.1:{engine_port}"

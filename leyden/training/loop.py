@@ -46,17 +46,20 @@ from leyden.training.torch.policy import Policy, UpdateReport
 from leyden.training.torch.publish import EngineHandle, HttpEngine, probe, publish, weights_folder
 
 PROGRESS = "progress.json"
+SUMMARY = "summary.json"
 
 
 @dataclass(frozen=True)
 class Summary:
-    """A finished run. `checkpoint` is also the trained model as a Hugging Face folder; None when no step was made."""
+    """A finished run, also kept as `summary.json`. `checkpoint` is the trained model as a Hugging Face folder too; None
+    when no step was made. The held-out figures are mean rewards."""
 
     run: str
     steps: int
     version: int
     heldout_before: float | None
     heldout_after: float | None
+    heldout_tasks: int
     seconds: float
     run_dir: Path
     checkpoint: Path | None
@@ -98,6 +101,7 @@ async def train(
             with MetricsLog(run_dir, loop.step) as log:
                 await loop.run(log)
         summary = await asyncio.to_thread(_summarise, config, run_dir, time.monotonic() - started)
+        write_atomically(run_dir / SUMMARY, json.dumps(asdict(summary), default=str, indent=1))
     for line in summary_lines(summary):
         console.print(line, highlight=False, markup=False)
     return summary
@@ -358,6 +362,7 @@ def _summarise(config: RunConfig, run_dir: Path, seconds: float) -> Summary:
         version=last.state.version if last else 0,
         heldout_before=held[0]["reward_mean"] if held else None,
         heldout_after=held[-1]["reward_mean"] if len(held) > 1 else None,
+        heldout_tasks=held[-1]["rollouts"] if held else 0,
         seconds=seconds,
         run_dir=run_dir,
         checkpoint=last.folder if last else None,
