@@ -121,11 +121,13 @@ class Supervisor:
 
         await self._watch(all_ready())
 
-    async def run_foreground(self, name: str, argv: list[str], env: Mapping[str, str] | None = None) -> None:
-        """Run one more part whose output is this process's own, until it exits 0, as long as the others keep running.
+    async def run_foreground(self, name: str, argv: list[str], env: Mapping[str, str] | None = None) -> int:
+        """Run one more part whose output is this process's own, to its end, as long as the others keep running.
+
+        Returns its exit code: why it isn't 0, the part has said itself.
 
         Raises:
-            RunError: it exited otherwise (with its exit code as `exit_code`), or another part ended. All are stopped.
+            RunError: a signal ended it, or another part ended. All are stopped.
         """
         sys.stdout.flush()
         sys.stderr.flush()
@@ -137,9 +139,10 @@ class Supervisor:
         await self._watch(finish(), besides=part)
         error = self._failure(part)
         await self._end(part)
-        if part.process.returncode != 0:
+        if part.process.returncode < 0:
             await self.stop()
             raise error
+        return part.process.returncode
 
     async def run_until_failure_or(self, awaitable: Coroutine[Any, Any, T]) -> T:
         """The result of `awaitable`, as long as every part keeps running.

@@ -179,12 +179,13 @@ async def test_a_foreground_part_ends_the_run_with_its_own_exit_code(
 ) -> None:
     async with Supervisor(tmp_path) as parts:
         await up(parts, "a", python(SLEEP, mark))
-        await parts.run_foreground("trainer", python("print('seen')"))
+        assert await parts.run_foreground("trainer", python("print('seen')")) == 0
         assert capfd.readouterr().out == "seen\n"
         assert len(alive(mark)) == 1
-        with pytest.raises(RunError, match="the trainer ended unexpectedly with exit code 7") as e:
-            await parts.run_foreground("trainer", python("import sys; sys.exit(7)"))
-        assert e.value.exit_code == 7
+        assert await parts.run_foreground("trainer", python("import sys; sys.exit(7)")) == 7
+        with pytest.raises(RunError, match="the trainer was killed by SIGKILL") as e:
+            await parts.run_foreground("trainer", python("import os; os.kill(os.getpid(), 9)"))
+        assert e.value.exit_code == 128 + 9
         assert alive(mark) == []
 
 

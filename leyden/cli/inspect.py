@@ -149,7 +149,7 @@ def _text(message: dict[str, object]) -> str:
 
 
 def _word(tokenizer: object | None, token: int) -> str:
-    return repr(tokenizer.decode([token])) if tokenizer is not None else str(token)  # type: ignore[attr-defined]
+    return repr(tokenizer.decode([token], skip_special_tokens=False)) if tokenizer is not None else str(token)  # type: ignore[attr-defined]
 
 
 def _tokenizer(run_dir: Path) -> object | None:

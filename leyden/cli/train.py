@@ -157,7 +157,8 @@ async def _supervise(
         _note_address(run_dir, gateway)
         argv = [*leyden, "trainer", *_flags(run_dir=run_dir, gateway=gateway, engine=engine_url, model=model)]
         argv += ["--resume"] if resume else []
-        await supervisor.run_foreground("trainer", argv, env=env)
+        if code := await supervisor.run_foreground("trainer", argv, env=env):
+            raise typer.Exit(code)
     finally:
         await supervisor.stop()
 

@@ -30,6 +30,8 @@ class AttemptFacts:
     has_grader: bool
     reward: float | None
     delivered_calls: int
+    graded: bool = False
+    """Its agent has exited 0 and its grader was started."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,16 +43,18 @@ class Ending:
 def settle(reported: Outcome, reason: str | None, facts: AttemptFacts) -> Ending:
     """The ending of an attempt whose controller reported `reported`.
 
-    Only `ok` is questioned: without a delivered call or without a reward there is nothing to learn from it, and it must
-    not pass for a success.
+    `ok` is questioned: without a delivered call or without a reward there is nothing to learn from it, and it must not
+    pass for a success. And when a grader fails over an agent that made no call, the agent is the one to look at.
     """
-    if reported is not Outcome.OK:
+    if reported is not Outcome.OK and not (reported is Outcome.INFRA and facts.graded):
         return Ending(reported, reason)
     if facts.delivered_calls == 0:
         return Ending(
             Outcome.AGENT_ERROR,
             "made no model call: check that the agent uses OPENAI_BASE_URL (or ANTHROPIC_BASE_URL) and its key",
         )
+    if reported is Outcome.INFRA:
+        return Ending(reported, reason)
     if facts.reward is None and facts.has_grader:
         detail = f": {reason}" if reason else "; its last line of output must be a number or JSON with a reward key"
         return Ending(Outcome.INFRA, f"grader printed no number{detail}")

@@ -303,7 +303,7 @@ def run_trainer(
     async def main() -> Summary:
         async with LeydenClient(gateway_url, admin_key) as client:
             engine = HttpEngine(engine_url, engine_key, config.name)
-            return await train(config, client, engine, run_dir, resume, Console(), model=model)
+            return await train(config, client, engine, run_dir, resume, Console(soft_wrap=True), model=model)
 
     return asyncio.run(main())
 

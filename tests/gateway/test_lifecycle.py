@@ -54,6 +54,13 @@ def test_settle(
     assert ending.reason is None if words is None else words in (ending.reason or "")
 
 
+def test_a_grader_that_fails_over_an_agent_without_calls_is_the_agents_fault() -> None:
+    ending = settle(Outcome.INFRA, "grader crashed", AttemptFacts(True, None, 0, graded=True))
+    assert ending.outcome is Outcome.AGENT_ERROR and "made no model call" in (ending.reason or "")
+    ending = settle(Outcome.INFRA, "grader crashed", AttemptFacts(True, None, 1, graded=True))
+    assert (ending.outcome, ending.reason) == (Outcome.INFRA, "grader crashed")
+
+
 def test_next_state() -> None:
     assert [next_state(Outcome.INFRA, n, 3) for n in (1, 2, 3)] == [Q, Q, F]
     assert next_state(Outcome.OK, 1, 3) is S

@@ -183,7 +183,7 @@ def report_outcome(db: sqlite3.Connection, rollout_id: str, attempt_id: str, rep
         count_late(db, rollout_id, attempt_id)
         return Late(str(e))
     config = RolloutConfig.model_validate_json(row["config"])
-    facts = AttemptFacts(config.grader is not None, row["reward"], row["delivered"])
+    facts = AttemptFacts(config.grader is not None, row["reward"], row["delivered"], phase is Phase.GRADING)
     ended = end(db, row, settle(report.outcome, report.reason, facts), reported=report.outcome, report=report)
     return Changed(rollouts.to_rollout(rollouts.rollout_row(db, rollout_id)), [ended])
 

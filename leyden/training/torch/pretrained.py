@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.utils.logging import disable_progress_bar
 
 from leyden.config import TrainingConfig
 from leyden.errors import PreflightError
@@ -14,6 +15,7 @@ from leyden.errors import PreflightError
 
 def load_model(folder: Path, device: str) -> nn.Module:
     """A causal language model from a folder, fp32 on a CPU, its own dtype on CUDA."""
+    disable_progress_bar()
     try:
         dtype = torch.float32 if device == "cpu" else AutoConfig.from_pretrained(folder).dtype or torch.float32
         model: nn.Module = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa")
