@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import aiohttp
 import msgspec
@@ -43,6 +43,23 @@ _EVENTS = TypeAdapter(list[Event])
 _CLAIMS = TypeAdapter(list[Claim])
 _MODELS = TypeAdapter(list[EngineModel])
 _TRAJECTORY = msgspec.msgpack.Decoder(Trajectory)
+
+
+class Reader(Protocol):
+    """The part of LeydenClient that only looks. A closed run's store is read through the same three methods."""
+
+    async def page(
+        self,
+        *,
+        state_in: list[str] | None = None,
+        run: str | None = None,
+        step: int | None = None,
+        is_train: bool | None = None,
+        limit: int = 50,
+        cursor: str | None = None,
+    ) -> RolloutPage: ...
+    async def rollout(self, rollout_id: str) -> RolloutDetail: ...
+    async def trajectory(self, rollout_id: str, *, content: bool = False) -> Trajectory: ...
 
 
 class LeydenClient:

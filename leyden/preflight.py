@@ -49,16 +49,16 @@ def check_memory(config: RunConfig, parameters: int) -> None:
         PreflightError: with what is needed and what is free.
     """
     weights = parameters * 4
-    # Trainer: weights, gradients, two moments (LoRA: next to nothing for the last three). Engine: weights and a repacked
-    # copy. KV cache: the engine sizes its own from what is left.
+    # Trainer: weights, gradients, two moments (LoRA: next to nothing for the last three). Engine: weights and a
+    # repacked copy. KV cache: the engine sizes its own from what is left.
     trainer = weights * (4 if config.training.lora is None else 1.2)
     needed = trainer + 2 * weights + _ACTIVATIONS
     free = free_memory()
     if free < needed:
         lora = "" if config.training.lora else ", train with LoRA (training.lora.rank=16)"
         raise PreflightError(
-            f"model {config.model!r} ({parameters / 1e6:.0f} M parameters) needs about {needed / 1e9:.1f} GB of memory to "
-            f"train and serve, {free / 1e9:.1f} GB is free: close other programs{lora}, or use a smaller model"
+            f"model {config.model!r} ({parameters / 1e6:.0f} M parameters) needs about {needed / 1e9:.1f} GB of memory "
+            f"to train and serve, {free / 1e9:.1f} GB is free: close other programs{lora}, or use a smaller model"
         )
 
 

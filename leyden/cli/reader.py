@@ -6,34 +6,17 @@ import os
 from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import orjson
 
-from leyden.client import LeydenClient
+from leyden.client import LeydenClient, Reader
 from leyden.errors import ConfigError, GatewayError
 from leyden.gateway.errors import Refused
 from leyden.gateway.store.sqlite import SqliteStore
 from leyden.schema import RolloutDetail, RolloutPage, RolloutState, Trajectory
 
 T = TypeVar("T")
-
-
-class Reader(Protocol):
-    """The part of LeydenClient that the looking commands use."""
-
-    async def page(
-        self,
-        *,
-        state_in: list[str] | None = None,
-        run: str | None = None,
-        step: int | None = None,
-        is_train: bool | None = None,
-        limit: int = 50,
-        cursor: str | None = None,
-    ) -> RolloutPage: ...
-    async def rollout(self, rollout_id: str) -> RolloutDetail: ...
-    async def trajectory(self, rollout_id: str, *, content: bool = False) -> Trajectory: ...
 
 
 def find_run(run: Path | None) -> Path:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from leyden.client import LeydenClient
+from leyden.client import Reader
 from leyden.config import load_run
 from leyden.errors import RunError
 from leyden.models import resolve_model
@@ -39,7 +39,7 @@ class AuditReport:
     calls_by_version: dict[int, int] = field(default_factory=dict)
 
 
-async def audit_calls(client: LeydenClient, run: str, run_dir: Path, n: int, seed: int = 0) -> AuditReport:
+async def audit_calls(client: Reader, run: str, run_dir: Path, n: int, seed: int = 0) -> AuditReport:
     """Audit up to `n` random training calls of a run.
 
     Raises:
@@ -72,7 +72,7 @@ async def audit_calls(client: LeydenClient, run: str, run_dir: Path, n: int, see
 
 
 async def _choose(
-    client: LeydenClient, run: str, n: int, versions: set[int], rng: random.Random
+    client: Reader, run: str, n: int, versions: set[int], rng: random.Random
 ) -> list[tuple[str, CallRecord]]:
     ids: list[str] = []
     cursor: str | None = None
