@@ -7,7 +7,7 @@ SEED ?= 0
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 
-.PHONY: setup demo demo-resume test lint format audit bench bench-engine bench-step clean
+.PHONY: setup demo demo-resume test lint format audit bench bench-engine clean
 
 setup: $(STAMP)
 	@echo "setup: python=$$($(BIN)/python -c 'import platform; print(platform.python_version())') torch=$$($(BIN)/python -c 'import torch; print(torch.__version__)') leyden=$$($(BIN)/python -c 'import importlib.metadata as m; print(m.version("leyden"))')"

@@ -1,6 +1,7 @@
-"""Generated tokens per second: the embedded engine, by HTTP, beside `transformers.generate` in the same run.
+"""Generated tokens per second: the embedded engine, by HTTP, beside `transformers.generate` in the same run; then the
+shares of a training step.
 
-    python benchmarks/bench_engine.py --model DIR [--batches 1,8,32,64] [--rounds 3]
+    python benchmarks/bench_engine.py [--model DIR] [--batches 1,8,32,64] [--rounds 3]
 
 Each round sends `batch` requests at once (distinct random prompts of 100 tokens, 64 new tokens, no stop tokens,
 temperature 1) to a real server process, then has `generate` do the same; times include reading the prompts. Figures are
@@ -31,6 +32,8 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import aiohttp
 import psutil
+
+from leyden.models import BUILT_IN, resolve_model
 
 PROMPT_TOKENS = 100
 NEW_TOKENS = 64
@@ -160,20 +163,47 @@ def measure(
     return results, rss
 
 
+def step_shares() -> dict[str, float]:
+    """Shares of one training step of the calculator example, from one step's record to the next.
+
+    `generation` is time in which the engine answered at least one call, `waiting` the rest of the rollouts (agents and
+    graders starting and working), `update` the update with publishing and checkpoint.
+    """
+    run_file = Path(__file__).resolve().parent.parent / "examples" / "calculator" / "run.yaml"
+    with tempfile.TemporaryDirectory() as folder:
+        settings = [f"output_dir={folder}/run", "training.steps=2", "validation.tasks=0"]
+        command = [sys.executable, "-m", "leyden", "train", str(run_file), *settings]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, timeout=1200)
+        lines = (Path(folder) / "run" / "metrics.jsonl").read_text().splitlines()
+    first, second = [r for r in map(json.loads, lines) if r["kind"] == "step"]
+    wall = second["time"] - first["time"]
+    seconds = second["seconds"]
+    print(f"one step of {wall:.1f} s: {json.dumps({k: round(v, 1) for k, v in seconds.items()})}", flush=True)
+    return {
+        "generation": seconds["generating"] / wall,
+        "waiting": (seconds["rollouts"] - seconds["generating"]) / wall,
+        "update": (wall - seconds["rollouts"]) / wall,
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
-        description="Tokens per second of the embedded engine beside transformers.generate."
+        description="Tokens per second of the embedded engine beside transformers.generate; shares of a training step."
     )
-    parser.add_argument("--model", required=True, type=Path, help="Hugging Face model folder")
+    parser.add_argument("--model", default=BUILT_IN, help="folder, Hugging Face id, or name")
     parser.add_argument("--batches", default="1,8,32,64")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, help="default: all cores")
+    parser.add_argument("--no-step", action="store_true", help="leave the training step out")
     options = parser.parse_args()
     batches = [int(b) for b in options.batches.split(",")]
-    results, rss = measure(options.model, batches, options.rounds, options.threads)
-    rates = [f"tok_s_{b}={ours:.1f}" for b, (ours, _) in results.items()]
-    ratios = [f"ratio_{b}={ours / theirs:.2f}" for b, (ours, theirs) in results.items()]
-    print("bench-engine:", *rates, *ratios, f"rss_mb={rss / 2**20:.0f}")
+    results, rss = measure(resolve_model(options.model), batches, options.rounds, options.threads)
+    figures = [f"tok_s_{b}={ours:.1f}" for b, (ours, _) in results.items()]
+    figures += [f"ratio_{b}={ours / theirs:.2f}" for b, (ours, theirs) in results.items()]
+    figures.append(f"rss_mb={rss / 2**20:.0f}")
+    if not options.no_step:
+        figures += [f"share_{name}={share:.2f}" for name, share in step_shares().items()]
+    print("bench-engine:", *figures)
 
 
 if __name__ == "__main__":

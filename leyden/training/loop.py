@@ -231,6 +231,7 @@ class _Loop:
             "skipped": skipped,
             "seconds": {
                 "rollouts": waited - started,
+                "generating": rows.generating_seconds,
                 "rows": fetched - waited,
                 "update": updated - fetched,
                 "publish": published,

@@ -24,6 +24,8 @@ class StepRows:
     reports: list[RowReport]
     max_age: int
     mixed_versions: int
+    generating_seconds: float
+    """Time in which at least one of the step's calls was being answered."""
 
 
 def step_advantages(config: RunConfig, ended: Sequence[TerminalItem]) -> Advantages:
@@ -56,7 +58,18 @@ def step_rows(config: RunConfig, advantages: Advantages, trajectories: Sequence[
     ]
     oldest = [int(r.versions[r.mask].min()) for r in rows if r.trained]
     mixed = sum(len(set(r.versions[r.mask].tolist())) > 1 for r in rows)
-    return StepRows(items, advantages, reports, max((version - o for o in oldest), default=0), mixed)
+    return StepRows(
+        items, advantages, reports, max((version - o for o in oldest), default=0), mixed, covered(trajectories)
+    )
+
+
+def covered(trajectories: Sequence[Trajectory]) -> float:
+    """Seconds covered by the union of all calls' times."""
+    total, reached = 0.0, float("-inf")
+    for start, end in sorted((c.started_at, c.ended_at) for t in trajectories for c in t.calls):
+        total += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return total
 
 
 def nothing_to_train(rows: StepRows) -> str | None:
