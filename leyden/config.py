@@ -92,8 +92,9 @@ class ValidationConfig(Section):
 
 
 class EngineConfig(Section):
-    """The embedded engine. Defaults are measured (docs/decisions.md)."""
+    """The embedded engine. `host` is also the address that a gateway elsewhere reaches it by."""
 
+    host: str = "127.0.0.1"
     threads: int | None = Field(default=None, ge=1)
     max_batch: int = Field(default=64, ge=1, description="sequences decoded together")
     max_model_len: int | None = Field(default=None, ge=16, description="default: the model's own, at most 8192")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -188,8 +189,6 @@ def test_what_can_be_known_before_is_said_before(
 
 
 def test_a_port_in_use_is_named(project: Path) -> None:
-    import socket
-
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         s.listen()
@@ -220,4 +219,38 @@ def test_agents_and_graders_that_fail_end_the_run_in_a_sentence(
     assert "leyden show tiny." in last
     shown = leyden(project, "show", "tiny.00000.000.000", "--run", "out")
     assert shown.returncode == 0 and words[0] in shown.stdout
+    assert not leftovers(project)
+
+
+def test_gateway_and_controller_alone_serve_a_trainer(project: Path, model: Path) -> None:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{s.getsockname()[1]}"
+    env = {**os.environ, "LEYDEN_ADMIN_KEY": "the-key", "LEYDEN_ENGINE_KEY": "the-engine-key"}
+    parts = [
+        ["gateway", "--port", url.rpartition(":")[2], "--model", str(model), "--served-model-name", "tiny"],
+        ["controller", "--gateway", url, "--base-dir", str(project)],
+    ]
+    running = [
+        subprocess.Popen([sys.executable, "-m", "leyden", *part], cwd=project, env=env, stderr=subprocess.DEVNULL)
+        for part in parts
+    ]
+    try:
+        command = [sys.executable, "-m", "leyden", "train", "run.yaml", "training.steps=1", "--gateway", url]
+        deadline = time.monotonic() + 60
+        while True:
+            done = subprocess.run(command, cwd=project, env=env, capture_output=True, text=True, timeout=240)
+            if done.returncode == 0 or "can't reach the gateway" not in done.stderr or time.monotonic() > deadline:
+                break
+        assert done.returncode == 0, done.stderr[-2000:]
+        assert steps(project) == [0]
+        listed = subprocess.run(
+            [sys.executable, "-m", "leyden", "rollouts", "--gateway", url], env=env, capture_output=True, text=True
+        )
+        assert "12 succeeded" in listed.stdout
+    finally:
+        for process in reversed(running):
+            process.terminate()
+        codes = [process.wait(30) for process in running]
+    assert codes == [0, 0]
     assert not leftovers(project)

@@ -7,6 +7,7 @@ import fcntl
 import os
 import secrets
 import sys
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import IO, Annotated
 
@@ -78,7 +79,10 @@ async def _supervise(
     config: RunConfig, run_dir: Path, base_dir: Path, model: Path, *, resume: bool, gateway: str | None
 ) -> None:
     keys = _keys(run_dir)
-    admin = os.environ["LEYDEN_ADMIN_KEY"] if gateway else keys["admin"]
+    if gateway is not None:
+        # That gateway knows the key it was started with, if any, and no key of this run's.
+        keys = {"admin": os.environ["LEYDEN_ADMIN_KEY"], "engine": os.environ.get("LEYDEN_ENGINE_KEY", "")}
+    admin = keys["admin"]
     # Threads that spin while they wait make whoever shares the cores several times slower (docs/decisions.md).
     quiet = {"OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "PASSIVE")}
     env = {
@@ -89,9 +93,10 @@ async def _supervise(
         "PYTHONUNBUFFERED": "1",
     }
     leyden = [sys.executable, "-m", "leyden"]
-    engine_port = preflight.pick_port("127.0.0.1", config.engine.port, "engine")
-    engine_url = f"http://127.0.0.1:{engine_port}"
+    engine_port = preflight.pick_port(config.engine.host, config.engine.port, "engine")
+    engine_url = f"http://{config.engine.host}:{engine_port}"
     supervisor = Supervisor(run_dir / "logs")
+    remote = gateway is not None
     try:
         if gateway is None:
             host = config.gateway.host
@@ -140,6 +145,7 @@ async def _supervise(
             *_flags(
                 model=model,
                 served_model_name=config.name,
+                host=config.engine.host,
                 port=engine_port,
                 threads=config.engine.threads,
                 max_batch=config.engine.max_batch,
@@ -150,10 +156,13 @@ async def _supervise(
         ]
         await supervisor.start("engine", argv, env={k: v for k, v in env.items() if k != "LEYDEN_ADMIN_KEY"})
         where, engine_key = gateway, keys["engine"]
-        await supervisor.wait_ready(
-            {"gateway": lambda: _gateway_ready(where, admin), "engine": lambda: _engine_ready(engine_url, engine_key)},
-            timeout=_READY_SECONDS,
-        )
+        probes: dict[str, Callable[[], Awaitable[bool]]] = {"engine": lambda: _engine_ready(engine_url, engine_key)}
+        if remote:
+            if not await _gateway_ready(where, admin):
+                raise PreflightError(f"can't reach the gateway at {where}: start it with `leyden gateway`")
+        else:
+            probes["gateway"] = lambda: _gateway_ready(where, admin)
+        await supervisor.wait_ready(probes, timeout=_READY_SECONDS)
         _note_address(run_dir, gateway)
         argv = [*leyden, "trainer", *_flags(run_dir=run_dir, gateway=gateway, engine=engine_url, model=model)]
         argv += ["--resume"] if resume else []
