@@ -36,7 +36,7 @@ from leyden.training.rows import Row
 from leyden.training.torch.attention import NAME as TREE_ATTENTION
 from leyden.training.torch.attention import TreeLayout, token_logprobs
 from leyden.training.torch.chunks import TargetTensors, chunks, whole_row
-from leyden.training.torch.linear import onednn_wins, replace_linears
+from leyden.training.torch.linear import onednn_serves, replace_linears
 from leyden.training.torch.memory import keep_freed_memory
 from leyden.training.torch.pretrained import load_model, with_lora
 
@@ -98,7 +98,7 @@ class Policy:
                 if "lora_dropout" in name:
                     module.train()
         fits = self.device.type == "cpu" and self.dtype == torch.float32
-        self.onednn = fits and (onednn_wins() if onednn is None else onednn)
+        self.onednn = fits and (onednn_serves() if onednn is None else onednn)
         if self.onednn:
             replace_linears(self.model)
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
@@ -351,6 +351,7 @@ class Policy:
         state = {
             "optimizer": self.optimizer.state_dict(),
             "optimizer_steps": self.optimizer_steps,
+            "onednn": self.onednn,
             "rng": torch.get_rng_state(),
             "cuda_rng": torch.cuda.get_rng_state_all() if self.device.type == "cuda" else [],
         }
@@ -377,6 +378,10 @@ class Policy:
         except (OSError, ValueError, KeyError, RuntimeError) as e:
             raise RunError(f"checkpoint {folder} can't be taken up with this run file: {str(e).splitlines()[0]}") from e
         self.optimizer_steps = state["optimizer_steps"]
+        if state["onednn"] != self.onednn and self.device.type == "cpu":
+            # On another kind of CPU the choice would be the other one; the numbers must go on as begun.
+            self.onednn = state["onednn"]
+            replace_linears(self.model, fast=self.onednn)
         torch.set_rng_state(state["rng"].cpu())
         if state["cuda_rng"]:
             torch.cuda.set_rng_state_all([s.cpu() for s in state["cuda_rng"]])

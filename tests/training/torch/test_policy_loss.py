@@ -201,6 +201,21 @@ def test_saved_folders_load_as_models_and_resume_bit_for_bit(lora, tied: bool, t
     assert second.score_ids(ids) == first.score_ids(ids)
 
 
+@pytest.mark.parametrize("begun", [True, False])
+def test_a_resumed_run_keeps_the_library_it_began_with(begun: bool, tmp_path: Path) -> None:
+    if not torch.backends.mkldnn.is_available():
+        pytest.skip("this torch has no oneDNN")
+    first = policy(torch.float32, onednn=begun)
+    items = weighted(*batch_of_rows(5))
+    first.update(items)
+    first.save(tmp_path)
+    second = policy(torch.float32, onednn=not begun)
+    second.restore(tmp_path)
+    assert second.onednn is begun
+    assert second.update(items).losses == first.update(items).losses
+    assert second.score_ids([1, 2, 3]) == first.score_ids([1, 2, 3])
+
+
 def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
     policy(torch.float32, tied=False).save(tmp_path)
     with pytest.raises(RunError, match="can't be taken up"):
