@@ -1,4 +1,4 @@
-"""Runs the test suite and prints `test: passed=… failed=… seconds=…` as the last line."""
+"""Runs the test suite, one worker a core, and prints `test: passed=… failed=… seconds=…` as the last line."""
 
 import sys
 import time
@@ -24,7 +24,9 @@ class Tally:
 if __name__ == "__main__":
     tally = Tally()
     started = time.monotonic()
-    code = int(pytest.main(["-q", "--durations=10", *sys.argv[1:]], plugins=[tally]))
+    code = int(
+        pytest.main(["-q", "--durations=10", "-n", "auto", "--dist", "worksteal", *sys.argv[1:]], plugins=[tally])
+    )
     seconds = time.monotonic() - started
     print(f"test: passed={tally.passed} failed={tally.failed} skipped={tally.skipped} seconds={seconds:.0f}")
     sys.exit(code)
