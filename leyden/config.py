@@ -88,7 +88,7 @@ class ValidationConfig(Section):
 
     tasks: int = Field(default=100, ge=0, description="first rows of the held-out set; 0 turns validation off")
     every: int = Field(default=0, ge=0)
-    sampling: Sampling = Sampling(temperature=0.0)
+    sampling: Sampling = Field(default=Sampling(temperature=0.0), description="default: the run's, at temperature 0")
 
 
 class EngineConfig(Section):
@@ -134,6 +134,19 @@ class RunConfig(Section):
     engine: EngineConfig = EngineConfig()
     gateway: GatewayConfig = GatewayConfig()
     controller: ControllerConfig = ControllerConfig()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _validation_sampling(cls, raw: Any) -> Any:
+        """Held-out rollouts are sampled like the others but greedily, where the run file doesn't say otherwise."""
+        if not isinstance(raw, dict):
+            return raw
+        sampling, validation = raw.get("sampling") or {}, raw.get("validation") or {}
+        own = validation.get("sampling") if isinstance(validation, dict) else None
+        if not isinstance(sampling, dict) or not isinstance(validation, dict) or not isinstance(own or {}, dict):
+            return raw
+        known = {k: v for k, v in sampling.items() if k in Sampling.model_fields}
+        return raw | {"validation": validation | {"sampling": known | {"temperature": 0.0} | (own or {})}}
 
     @model_validator(mode="after")
     def _consistent(self) -> RunConfig:

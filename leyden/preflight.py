@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import shutil
 import socket
 import struct
@@ -13,6 +14,9 @@ import psutil
 
 from leyden.config import RunConfig
 from leyden.errors import PreflightError
+
+CHECKPOINT_MARGIN = 64_000_000
+"""Bytes asked for beside a checkpoint's weights and moments: tokenizer, record, store, logs."""
 
 _ACTIVATIONS = 1.5e9
 """Bytes allowed for one micro-batch's activations and the processes' own code."""
@@ -33,11 +37,11 @@ def check_output(run_dir: Path, parameters: int, keep_checkpoints: int) -> None:
         raise PreflightError(f"can't write the run's folder {run_dir}: {e.strerror}") from e
     # A checkpoint is the weights and AdamW's two moments; one more is written before an old one goes, and one weights
     # file is on its way to the engine.
-    needed = parameters * 4 * (3 * (keep_checkpoints + 1) + 2)
+    needed = parameters * 4 * (3 * (keep_checkpoints + 1) + 2) + CHECKPOINT_MARGIN
     have = shutil.disk_usage(run_dir).free + sum(f.stat().st_size for f in run_dir.rglob("*") if f.is_file())
     if have < needed:
         raise PreflightError(
-            f"the disk of {run_dir} has {have / 1e9:.1f} GB for this run, its checkpoints need {needed / 1e9:.1f} GB: "
+            f"the disk of {run_dir} has {size(have)} for this run, its checkpoints need {size(needed)}: "
             "free some, lower training.keep_checkpoints, or set output_dir to another disk"
         )
 
@@ -57,14 +61,23 @@ def check_memory(config: RunConfig, parameters: int) -> None:
     if free < needed:
         lora = "" if config.training.lora else ", train with LoRA (training.lora.rank=16)"
         raise PreflightError(
-            f"model {config.model!r} ({parameters / 1e6:.0f} M parameters) needs about {needed / 1e9:.1f} GB of memory "
-            f"to train and serve, {free / 1e9:.1f} GB is free: close other programs{lora}, or use a smaller model"
+            f"model {config.model!r} ({parameters / 1e6:.0f} M parameters) needs about {size(needed)} of memory "
+            f"to train and serve, {size(free)} is free: close other programs{lora}, or use a smaller model"
         )
 
 
+def size(n: float) -> str:
+    """Bytes for people."""
+    return f"{n / 1e9:.1f} GB" if n >= 1e9 else f"{n / 1e6:.0f} MB"
+
+
 def free_memory() -> int:
-    """Bytes that a new process could use: what the machine has free, or the control group's limit when that is less."""
+    """Bytes that a new process could use: what the machine has free, or less where a limit is set (control group,
+    `ulimit -v`)."""
     free = psutil.virtual_memory().available
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit != resource.RLIM_INFINITY:
+        free = min(free, limit)
     for limit, used in (
         ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
         ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),

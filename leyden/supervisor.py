@@ -226,9 +226,13 @@ class Supervisor:
         kill_group(part.process.pid, signal.SIGKILL)
         code = part.process.poll()
         if code is not None and code < 0:
-            how = f"was killed by {_signal_name(-code)}"
-        else:
-            how = f"ended unexpectedly with exit code {code}"
+            why = " (often the kernel's doing, when memory runs out)" if -code == signal.SIGKILL else ""
+            error = RunError(
+                f"the {part.name} was killed by {_signal_name(-code)}{why}" + (f"; log: {part.log}" if part.log else "")
+            )
+            error.exit_code = 128 - code if part.log is None else error.exit_code
+            return error
+        how = f"ended unexpectedly with exit code {code}"
         if part.log is None:
             error = RunError(f"the {part.name} {how}")
             error.exit_code = 1 if code is None else code if code > 0 else 128 - code

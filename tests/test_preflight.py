@@ -56,7 +56,7 @@ def test_too_little_memory_says_how_much_and_what_to_do(monkeypatch: pytest.Monk
 
 def test_too_little_disk_says_how_much(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preflight.shutil, "disk_usage", lambda _: type("U", (), {"free": 1_000_000_000})())
-    with pytest.raises(PreflightError, match=r"has 1\.0 GB for this run, its checkpoints need 4\.4 GB"):
+    with pytest.raises(PreflightError, match=r"has 1\.0 GB for this run, its checkpoints need 4\.5 GB"):
         preflight.check_output(tmp_path, 100_000_000, 2)
 
 

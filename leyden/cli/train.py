@@ -19,11 +19,12 @@ from rich.console import Console
 from leyden import preflight
 from leyden.client import LeydenClient
 from leyden.config import RunConfig, dump_run, load_run
-from leyden.errors import ConfigError, GatewayError, PreflightError
+from leyden.errors import ConfigError, GatewayError, PreflightError, RunError
 from leyden.models import resolve_model
 from leyden.supervisor import Supervisor
 
 _READY_SECONDS = 180
+_KEPT = "everything recorded so far is kept: the same command with --resume goes on"
 
 
 def train(
@@ -44,7 +45,13 @@ def train(
         text = dump_run(config)
         (run_dir / "run.yaml").write_text(text)
         console.print(f"[dim]{text}[/dim]", highlight=False)
-        asyncio.run(_supervise(config, run_dir, run_file.resolve().parent, model, resume=resume, gateway=gateway))
+        try:
+            asyncio.run(_supervise(config, run_dir, run_file.resolve().parent, model, resume=resume, gateway=gateway))
+        except RunError as e:
+            raise RunError(f"{e}\n{_KEPT}") from e
+        except KeyboardInterrupt:
+            print(f"interrupted; {_KEPT}", file=sys.stderr)
+            raise typer.Exit(130) from None
 
 
 def check(config: RunConfig, run_dir: Path, base_dir: Path, *, resume: bool, remote: bool) -> Path:
@@ -56,6 +63,10 @@ def check(config: RunConfig, run_dir: Path, base_dir: Path, *, resume: bool, rem
     from leyden.controller.local import check_command
     from leyden.training.tasks import load_run_tasks
 
+    if resume and not (run_dir / "run.yaml").exists():
+        raise PreflightError(
+            f"there is nothing to resume in {run_dir}: check output_dir and name, or leave --resume out"
+        )
     if not resume and (run_dir / "metrics.jsonl").exists():
         raise PreflightError(
             f"{run_dir} already holds a run: add --resume to go on with it, or set output_dir=… for a new one"
@@ -70,8 +81,8 @@ def check(config: RunConfig, run_dir: Path, base_dir: Path, *, resume: bool, rem
     load_run_tasks(config)
     model = resolve_model(config.model, base_dir)
     parameters = preflight.count_parameters(model)
-    preflight.check_output(run_dir, parameters, config.training.keep_checkpoints)
     preflight.check_memory(config, parameters)
+    preflight.check_output(run_dir, parameters, config.training.keep_checkpoints)
     return model
 
 
@@ -121,24 +132,6 @@ async def _supervise(
                 ],
                 env=env,
             )
-            await supervisor.start(
-                "controller",
-                [
-                    *leyden,
-                    "controller",
-                    *_flags(
-                        gateway=gateway,
-                        controller_id="local",
-                        base_dir=base_dir,
-                        work_dir=run_dir / "rollouts",
-                        concurrency=config.controller.concurrency,
-                        lease_seconds=config.controller.lease_seconds,
-                        log_bytes=config.controller.log_bytes,
-                        keep_workspaces=config.controller.keep_workspaces,
-                    ),
-                ],
-                env={k: v for k, v in env.items() if k != "LEYDEN_ENGINE_KEY"},
-            )
         argv = [
             *leyden,
             "engine",
@@ -161,12 +154,35 @@ async def _supervise(
             if not await _gateway_ready(where, admin):
                 raise PreflightError(f"can't reach the gateway at {where}: start it with `leyden gateway`")
         else:
-            probes["gateway"] = lambda: _gateway_ready(where, admin)
+            ready = {"gateway": lambda: _gateway_ready(where, admin)}
+            await supervisor.wait_ready(ready, timeout=_READY_SECONDS)
+        async with LeydenClient(where, admin) as client:
+            # An engine of an interrupted run is gone; calls wait until the trainer has registered the new one.
+            await client.delete_models()
+        if not remote:
+            await supervisor.start(
+                "controller",
+                [
+                    *leyden,
+                    "controller",
+                    *_flags(
+                        gateway=gateway,
+                        controller_id="local",
+                        base_dir=base_dir,
+                        work_dir=run_dir / "rollouts",
+                        concurrency=config.controller.concurrency,
+                        lease_seconds=config.controller.lease_seconds,
+                        log_bytes=config.controller.log_bytes,
+                        keep_workspaces=config.controller.keep_workspaces,
+                    ),
+                ],
+                env={k: v for k, v in env.items() if k != "LEYDEN_ENGINE_KEY"},
+            )
         await supervisor.wait_ready(probes, timeout=_READY_SECONDS)
         _note_address(run_dir, gateway)
         argv = [*leyden, "trainer", *_flags(run_dir=run_dir, gateway=gateway, engine=engine_url, model=model)]
         argv += ["--resume"] if resume else []
-        if code := await supervisor.run_foreground("trainer", argv, env=env):
+        if code := await supervisor.run_foreground("trainer", argv, env=env | {"TQDM_DISABLE": "1"}):
             raise typer.Exit(code)
     finally:
         await supervisor.stop()

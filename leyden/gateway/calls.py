@@ -17,6 +17,7 @@ from leyden.gateway.engines.completions import EngineClient, EngineTimeout, Engi
 from leyden.gateway.engines.integrity import Sample, empty_sample, read_sample
 from leyden.gateway.engines.registry import EngineRegistry
 from leyden.gateway.errors import Conflict, EngineFailed, Refused
+from leyden.gateway.lifecycle import ENGINE_FAILED
 from leyden.gateway.pause import Pause
 from leyden.gateway.renderer import ModelRenderer, Parsed, Prompt
 from leyden.gateway.sampling import effective as effective_sampling
@@ -212,7 +213,9 @@ class CallMaker:
 
     async def _record_failure(self, job: _Job, error: Refused) -> None:
         """Keep a trace of a call that got no answer. It has no conversation after it and is never trained."""
-        kind = "timeout" if isinstance(error, EngineTimeout) else "engine failed"
+        kind = "timeout" if isinstance(error, EngineTimeout) else ENGINE_FAILED
+        if error.status < 500:
+            kind = "engine refused"
         sample = empty_sample(f"{kind}: {error.message}")
         self._warn(job, f"{kind}: {error.message}")
         refs = await self.renderer.run(lambda: [message_ref(m) for m in job.request.messages])

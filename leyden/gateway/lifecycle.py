@@ -23,6 +23,10 @@ class Phase(StrEnum):
     ENDED = "ended"
 
 
+ENGINE_FAILED = "engine failed"
+"""How the `untrainable` reason of a call begins whose engine gave no answer."""
+
+
 @dataclass(frozen=True, slots=True)
 class AttemptFacts:
     """What the store knows about an attempt when it ends."""
@@ -32,6 +36,8 @@ class AttemptFacts:
     delivered_calls: int
     graded: bool = False
     """Its agent has exited 0 and its grader was started."""
+    engine_failure: str | None = None
+    """Why its last call got no answer from the engine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,14 +50,17 @@ def settle(reported: Outcome, reason: str | None, facts: AttemptFacts) -> Ending
     """The ending of an attempt whose controller reported `reported`.
 
     `ok` is questioned: without a delivered call or without a reward there is nothing to learn from it, and it must not
-    pass for a success. And when a grader fails over an agent that made no call, the agent is the one to look at.
+    pass for a success. When a grader fails over an agent that made no call, the agent is the one to look at; an agent
+    that failed over an engine that didn't answer isn't.
     """
+    if reported is Outcome.AGENT_ERROR and facts.engine_failure is not None:
+        return Ending(Outcome.INFRA, f"{facts.engine_failure}; then: {reason or 'the agent failed'}")
     if reported is not Outcome.OK and not (reported is Outcome.INFRA and facts.graded):
         return Ending(reported, reason)
     if facts.delivered_calls == 0:
         return Ending(
             Outcome.AGENT_ERROR,
-            "made no model call: check that the agent uses OPENAI_BASE_URL (or ANTHROPIC_BASE_URL) and its key",
+            "made no model call: check that the agent uses OPENAI_BASE_URL and OPENAI_API_KEY",
         )
     if reported is Outcome.INFRA:
         return Ending(reported, reason)

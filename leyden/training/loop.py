@@ -34,7 +34,6 @@ from leyden.training.metrics import MetricsLog, cut_records, read_records
 from leyden.training.rollouts import Rollouts
 from leyden.training.schedule import (
     Progress,
-    infra_share,
     is_validation_step,
     step_fault,
     training_rollouts,
@@ -152,6 +151,7 @@ class _Loop:
             if found.state.config_hash != config_hash(config):
                 self.display.note("note: settings that change the numbers differ from those of the checkpoint")
         self.progress = self.progress.resumed_at(self.step)
+        self.rollouts.resumed = resume
         if config.sampling.top_p < 1 or config.sampling.top_k > 0:
             self.display.note(
                 "note: with top_p or top_k the recorded log-probs are of the cut distribution, the policy's are of the "
@@ -273,8 +273,7 @@ class _Loop:
         wanted = validation_rollouts(self.config, self.step, self.heldout, self.progress.suffix(self.step))
         self.display.phase(f"held-out rollouts after {self.step} steps", len(wanted))
         ended = await self.rollouts.run(wanted, lambda _: self.display.advance())
-        if infra_share(ended) > self.config.training.max_infra_share:
-            fault = step_fault(ended, self.config.training.max_infra_share) or "validation failed"
+        if (fault := step_fault(ended, self.config.training.max_infra_share)) is not None:
             raise await self.rollouts.failure(ended, f"held-out rollouts: {fault}")
         record = {
             "kind": "validation",

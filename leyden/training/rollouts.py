@@ -11,6 +11,7 @@ from leyden.client import LeydenClient
 from leyden.errors import RunError
 from leyden.schema import (
     TERMINAL_STATES,
+    Outcome,
     Rollout,
     RolloutCreate,
     RolloutDetail,
@@ -25,6 +26,8 @@ POLL_SECONDS = 20.0
 
 CREATE_AT_ONCE = 256
 FETCH_AT_ONCE = 16
+REDONE_AT_MOST = 50
+"""Interruptions after which a rollout that never got through isn't run again."""
 REASONS_LOOKED_AT = 32
 """Failed rollouts whose reasons are fetched to name the most common one."""
 
@@ -37,15 +40,34 @@ class Rollouts:
         self._run = run
         self._stuck_after = stuck_after_seconds
         self._after = 0
+        self.resumed = False
+        """Whether the next batch may be one that an earlier process left unfinished."""
 
     async def run(self, wanted: Sequence[RolloutCreate], ended: Callable[[TerminalItem], None]) -> list[TerminalItem]:
         """Create and wait for all; `ended` is called once for each. Returns them in the order of `wanted`.
+
+        In the first batch of a resumed run, a rollout that had already ended for no fault of its agent's (the
+        interruption took its engine or controller) is run again under an id of its own.
 
         Raises:
             RunError: nothing ended for `stuck_after_seconds`; says what is being waited for.
         """
         done: dict[str, TerminalItem] = {}
-        pending = {c.rollout_id for c in wanted if c.rollout_id}
+        current = [c.rollout_id or "" for c in wanted]
+        wanted = list(wanted)
+        for again in range(1, REDONE_AT_MOST + 1):
+            lost = await self._create(wanted, done)
+            if not self.resumed or not lost or again == REDONE_AT_MOST:
+                break
+            for i in (i for i, rollout_id in enumerate(current) if rollout_id in lost):
+                first = current[i].rpartition(".i")[0] if again > 1 else current[i]
+                current[i] = f"{first}.i{again}"
+                wanted[i] = wanted[i].model_copy(update={"rollout_id": current[i]})
+        self.resumed = False
+        pending = set(current) - set(done)
+        for rollout_id in current:
+            if rollout_id in done:
+                ended(done[rollout_id])
 
         def take(item: TerminalItem) -> None:
             if item.rollout_id in pending:
@@ -53,10 +75,6 @@ class Rollouts:
                 done[item.rollout_id] = item
                 ended(item)
 
-        for start in range(0, len(wanted), CREATE_AT_ONCE):
-            for rollout in await self._client.create_rollouts(list(wanted[start : start + CREATE_AT_ONCE])):
-                if rollout.status.state in TERMINAL_STATES:
-                    take(_terminal(rollout))
         last = time.monotonic()
         while pending:
             left = self._stuck_after - (time.monotonic() - last)
@@ -69,7 +87,18 @@ class Rollouts:
                 take(item)
             if len(pending) < before:
                 last = time.monotonic()
-        return [done[c.rollout_id] for c in wanted if c.rollout_id]
+        return [done[rollout_id] for rollout_id in current]
+
+    async def _create(self, wanted: Sequence[RolloutCreate], done: dict[str, TerminalItem]) -> set[str]:
+        """Create what isn't there; note what has ended in `done`. Returns the ids that ended `infra` or `cancelled`."""
+        lost: set[str] = set()
+        for start in range(0, len(wanted), CREATE_AT_ONCE):
+            for rollout in await self._client.create_rollouts(list(wanted[start : start + CREATE_AT_ONCE])):
+                if rollout.status.state in TERMINAL_STATES:
+                    done[rollout.rollout_id] = _terminal(rollout)
+                    if rollout.status.outcome in (Outcome.INFRA, Outcome.CANCELLED):
+                        lost.add(rollout.rollout_id)
+        return lost
 
     async def trajectories(self, ids: Sequence[str]) -> list[Trajectory]:
         """What was recorded for each rollout, in order."""

@@ -135,6 +135,9 @@ def describe(record: Mapping[str, Any]) -> str:
     """One plain line of a record, for logs."""
     reward = record["reward_mean"]
     shown = "none" if reward is None else f"{reward:.3f}"
+    failures = ", ".join(f"{n} {outcome}" for outcome, n in record["outcomes"].items() if outcome != Outcome.OK)
+    if failures:
+        shown += f" ({failures})"
     if record["kind"] == "validation":
         return f"held-out after {record['step']} steps: reward {shown} over {record['rewarded']} rollouts"
     seconds = record["seconds"]

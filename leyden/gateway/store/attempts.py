@@ -8,6 +8,7 @@ import time
 from leyden.gateway import keys
 from leyden.gateway.errors import Conflict, NotFound
 from leyden.gateway.lifecycle import (
+    ENGINE_FAILED,
     AttemptFacts,
     Ending,
     Phase,
@@ -172,6 +173,15 @@ def end(
     return Ended(rollout_id, attempt_id, requeued=state is RolloutState.QUEUING)
 
 
+def _engine_failure(db: sqlite3.Connection, rollout_id: str, attempt_id: str) -> str | None:
+    """What the attempt's last call says of its engine, when that gave no answer."""
+    last = db.execute(
+        "SELECT untrainable FROM calls WHERE rollout_id = ? AND attempt_id = ? ORDER BY seq DESC LIMIT 1",
+        (rollout_id, attempt_id),
+    ).fetchone()
+    return last[0] if last and (last[0] or "").startswith(ENGINE_FAILED) else None
+
+
 def report_outcome(db: sqlite3.Connection, rollout_id: str, attempt_id: str, report: OutcomeReport) -> Changed | Late:
     row = attempt_row(db, rollout_id, attempt_id)
     phase = Phase(row["phase"])
@@ -183,7 +193,13 @@ def report_outcome(db: sqlite3.Connection, rollout_id: str, attempt_id: str, rep
         count_late(db, rollout_id, attempt_id)
         return Late(str(e))
     config = RolloutConfig.model_validate_json(row["config"])
-    facts = AttemptFacts(config.grader is not None, row["reward"], row["delivered"], phase is Phase.GRADING)
+    facts = AttemptFacts(
+        config.grader is not None,
+        row["reward"],
+        row["delivered"],
+        phase is Phase.GRADING,
+        _engine_failure(db, rollout_id, attempt_id),
+    )
     ended = end(db, row, settle(report.outcome, report.reason, facts), reported=report.outcome, report=report)
     return Changed(rollouts.to_rollout(rollouts.rollout_row(db, rollout_id)), [ended])
 

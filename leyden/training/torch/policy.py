@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from leyden.config import TrainingConfig
 from leyden.errors import PreflightError, RunError
+from leyden.preflight import CHECKPOINT_MARGIN
 from leyden.training.losses import LossStats, ppo_loss
 from leyden.training.packing import (
     Item,
@@ -390,7 +391,7 @@ class Policy:
         """About what `save` writes: merged weights, two optimizer moments and the adapter."""
         weights = sum(p.numel() * p.element_size() for p in self.hf.parameters())
         moments = sum(p.numel() * p.element_size() for p in self.parameters)
-        return weights + (3 if self.config.lora else 2) * moments + 64_000_000
+        return weights + (3 if self.config.lora else 2) * moments + CHECKPOINT_MARGIN
 
     def weight_bytes(self) -> int:
         """About what `save_weights` writes."""
