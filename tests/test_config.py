@@ -67,6 +67,15 @@ def test_mistakes_are_named_with_the_nearest_right_key(run_file: Path, override:
         assert word in str(e.value)
 
 
+def test_held_out_rollouts_are_sampled_like_the_others_but_greedily(run_file: Path) -> None:
+    config = load_run(run_file, ["sampling.max_tokens=16", "sampling.temperature=0.7"])
+    assert (config.validation.sampling.max_tokens, config.validation.sampling.temperature) == (16, 0.0)
+    config = load_run(run_file, ["sampling.max_tokens=16", "validation.sampling.temperature=0.5"])
+    assert (config.validation.sampling.max_tokens, config.validation.sampling.temperature) == (16, 0.5)
+    config = load_run(run_file, ["sampling.max_tokens=16", "validation.sampling.max_tokens=32"])
+    assert (config.validation.sampling.max_tokens, config.validation.sampling.temperature) == (32, 0.0)
+
+
 def test_missing_key_is_named(run_file: Path) -> None:
     run_file.write_text(MINIMAL.replace("model: smollm2-135m-instruct\n", ""))
     with pytest.raises(ConfigError, match="missing key 'model'"):

@@ -13,6 +13,7 @@ from leyden.errors import GatewayError
 from leyden.gateway.errors import Conflict, Invalid
 from leyden.gateway.lifecycle import AttemptFacts, next_state, plan_patch, settle
 from leyden.schema import (
+    AgentSpec,
     AttemptRef,
     Claim,
     ClaimRequest,
@@ -20,6 +21,7 @@ from leyden.schema import (
     Heartbeat,
     Outcome,
     OutcomeReport,
+    RolloutConfig,
     RolloutCreate,
     RolloutPatch,
     RolloutState,
@@ -59,6 +61,23 @@ def test_a_grader_that_fails_over_an_agent_without_calls_is_the_agents_fault() -
     assert ending.outcome is Outcome.AGENT_ERROR and "made no model call" in (ending.reason or "")
     ending = settle(Outcome.INFRA, "grader crashed", AttemptFacts(True, None, 1, graded=True))
     assert (ending.outcome, ending.reason) == (Outcome.INFRA, "grader crashed")
+
+
+def test_an_agent_that_failed_over_a_dead_engine_is_not_at_fault() -> None:
+    facts = AttemptFacts(True, None, 1, engine_failure="engine failed: can't reach it")
+    ending = settle(Outcome.AGENT_ERROR, "exit code 1", facts)
+    assert ending.outcome is Outcome.INFRA and "can't reach it" in (ending.reason or "")
+    assert settle(Outcome.TIMEOUT, "slow", facts).outcome is Outcome.TIMEOUT
+
+
+async def test_engine_failures_of_the_last_call_make_the_attempt_infra(world: World) -> None:
+    claim = await world.claim(config=RolloutConfig(max_attempts=1, agent=AgentSpec(command=["true"])))
+    await world.engine.stop()
+    status, _ = await world.chat(claim.agent_key, BODY)
+    assert status == 502
+    report = OutcomeReport(controller_id="c1", outcome=Outcome.AGENT_ERROR, reason="exit code 1")
+    ended = await world.admin.outcome(claim.rollout.rollout_id, claim.attempt_id, report)
+    assert ended.status.outcome is Outcome.INFRA and "engine failed" in (ended.status.error_message or "")
 
 
 def test_next_state() -> None:
