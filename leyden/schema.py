@@ -91,6 +91,41 @@ class K8sConfig(BaseModel):
     job_template: str | None = None
 
 
+class ModelRoute(BaseModel):
+    """Where calls go whose client asks for a model that `match` (a pattern such as `claude-haiku-*`) fits."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    match: str = Field(min_length=1)
+    model: str = Field(min_length=1, description="name under which its engines are registered")
+    trained: bool = True
+
+
+class CallKind(StrEnum):
+    """What a call is for."""
+
+    MAIN = "main"
+    TITLE = "title"
+    SUMMARY = "summary"
+    SUBAGENT = "subagent"
+    OTHER = "other"
+
+
+class CaptureConfig(BaseModel):
+    """How a rollout's calls are made into tokens, and which of them are trained.
+
+    `bridge` continues a recorded conversation by its recorded ids plus the encoding of the new messages; `render`
+    renders every prompt in full, as deployed; `engine` lets the engine render and parse. The first of `routes` that
+    fits decides where a call goes; without one it goes to the served model.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    mode: Literal["bridge", "render", "engine"] = "bridge"
+    train_kinds: list[CallKind] = Field(default=[CallKind.MAIN, CallKind.SUMMARY, CallKind.SUBAGENT])
+    routes: list[ModelRoute] = Field(default_factory=list)
+
+
 class RolloutConfig(BaseModel):
     """How a rollout is to be executed and sampled."""
 
@@ -98,6 +133,7 @@ class RolloutConfig(BaseModel):
     agent: AgentSpec | None = None
     grader: GraderSpec | None = None
     sampling: Sampling | None = None
+    capture: CaptureConfig = Field(default_factory=CaptureConfig)
     max_attempts: int = Field(default=3, ge=1, description="attempts in all when one ends in `infra`")
     local: LocalConfig | None = None
     k8s: K8sConfig | None = None

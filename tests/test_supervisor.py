@@ -198,7 +198,7 @@ async def test_a_foreground_part_does_not_outlive_the_others(tmp_path: Path, mar
 
 
 PROGRAM = """
-import asyncio, sys
+import asyncio, signal, sys
 from pathlib import Path
 from leyden.errors import RunError
 from leyden.supervisor import Supervisor
@@ -209,6 +209,7 @@ async def main():
             await parts.start(name, [sys.executable, "-c", sys.argv[2], sys.argv[3]])
         await parts.run_until_failure_or(asyncio.sleep(600))
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # A background job's children start with it ignored.
 try:
     asyncio.run(main())
 except RunError as e:

@@ -6,7 +6,8 @@ import asyncio
 import hashlib
 import logging
 import re
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping
+from dataclasses import dataclass
 from typing import Any
 from urllib.parse import unquote
 
@@ -15,7 +16,7 @@ import orjson
 from leyden.gateway.attempts import Call, LiveAttempt
 from leyden.gateway.calls import closed_error
 from leyden.gateway.delivery import ClientGone, Delivery, Receive, Send, send_json
-from leyden.gateway.dialects.base import ChatRequest, Dialect
+from leyden.gateway.dialects.base import Context, Dialect, ModelRequest
 from leyden.gateway.dialects.openai_chat import OpenAIChat
 from leyden.gateway.errors import NotFound, Refused
 from leyden.gateway.keys import Action, Target, key_from_headers
@@ -26,10 +27,25 @@ log = logging.getLogger("leyden.gateway")
 MAX_BODY = 64 * 1024 * 1024
 _LARGE = 256_000
 """Bytes of JSON above which decoding leaves the event loop."""
-_OPENAI = re.compile(
-    r"^(?:/proxy/rollout/(?P<rollout>[^/]+)/attempt/(?P<attempt>[^/]+)/mode/(?:train|val))?/openai/v1/(?P<rest>.*)$"
+_ROUTE = re.compile(
+    r"^(?:/proxy/rollout/(?P<rollout>[^/]+)/attempt/(?P<attempt>[^/]+)/mode/(?:train|val))?"
+    r"(?P<prefix>/openai/v1|/anthropic/v1|/gemini/v1beta)/(?P<rest>.*)$"
 )
-PREFIXES = ("/openai/", "/proxy/rollout/")
+PREFIXES = ("/openai/", "/anthropic/", "/gemini/", "/proxy/rollout/")
+_SECRET_HEADERS = frozenset({"authorization", "x-api-key", "x-goog-api-key", "cookie", "proxy-authorization"})
+
+
+@dataclass(frozen=True, slots=True)
+class _Exchange:
+    """One HTTP request of an agent."""
+
+    method: str
+    headers: Mapping[str, str]
+    key: str | None
+    target: Target | None
+    rest: str
+    receive: Receive
+    send: Send
 
 
 class AgentApp:
@@ -37,7 +53,11 @@ class AgentApp:
 
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
-        self._openai = OpenAIChat()
+        chat = OpenAIChat()
+        self._posts: dict[tuple[str, str], Dialect] = {("/openai/v1", "chat/completions"): chat}
+        """Routes whose path is fixed."""
+        self._families: dict[str, Dialect] = {"/openai/v1": chat}
+        """By prefix: the dialect of model lists and of errors about paths."""
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
         method, path = scope["method"], scope.get("raw_path", scope["path"].encode()).decode("latin-1")
@@ -45,20 +65,25 @@ class AgentApp:
             # Harnesses probe with HEAD before their first call, some without a key.
             await send_json(send, 200, b"")
             return
-        dialect: Dialect = self._openai
-        found = _OPENAI.match(path)
+        found = _ROUTE.match(path)
+        dialect = self._families.get(found["prefix"] if found else "", self._families["/openai/v1"])
         try:
-            if found is None:
+            if found is None or found["prefix"] not in self._families:
                 raise NotFound(f"there is nothing at {unquote(path)}")
+            headers = _headers(scope["headers"])
+            if headers.get("upgrade", "").lower() == "websocket":
+                raise Refused("WebSockets aren't served here; use HTTP", status=426)
             target = Target(unquote(found["rollout"]), unquote(found["attempt"])) if found["rollout"] else None
-            key = key_from_headers(scope["headers"])
-            rest = found["rest"].rstrip("/")
-            if rest == "chat/completions":
+            rest = unquote(found["rest"]).rstrip("/")
+            exchange = _Exchange(method, headers, key_from_headers(scope["headers"]), target, rest, receive, send)
+            posts = self._posts.get((found["prefix"], rest))
+            if posts is not None:
+                dialect = posts
                 _only(method, "POST")
-                await self._call(key, target, dialect, receive, send)
+                await self._call(exchange, dialect)
             elif rest == "models" or rest.startswith("models/"):
                 _only(method, "GET")
-                await self._models(key, target, unquote(rest.removeprefix("models").lstrip("/")), send)
+                await self._models(exchange, dialect)
             else:
                 raise NotFound(f"there is nothing at {unquote(path)}")
         except ClientGone:
@@ -66,33 +91,36 @@ class AgentApp:
         except Refused as e:
             await send_json(send, e.status, dialect.error(e))
 
-    async def _models(self, key: str | None, target: Target | None, name: str, send: Send) -> None:
+    async def _models(self, exchange: _Exchange, dialect: Dialect) -> None:
         """The served model; a single one by any name, since any name is served."""
-        await self._gateway.authorize(key, Action.MODEL_CALL, target)
-
-        def entry(model: str) -> dict[str, Any]:
-            length = self._gateway.max_model_len()
-            created = int(self._gateway.started_at)
-            return {"id": model, "object": "model", "created": created, "owned_by": "leyden", "max_model_len": length}
-
-        served = self._gateway.options.model_name
-        body = entry(name) if name else {"object": "list", "data": [entry(served)]}
-        await send_json(send, 200, orjson.dumps(body))
-
-    async def _call(
-        self, key: str | None, target: Target | None, dialect: Dialect, receive: Receive, send: Send
-    ) -> None:
         gateway = self._gateway
-        live = await gateway.attempt_for_call(key, target)
-        body = await _read_json(receive)
-        request = dialect.parse(body)
-        parts = orjson.dumps(dialect.fingerprint_parts(body), option=orjson.OPT_SORT_KEYS)
-        fingerprint = hashlib.sha256(f"{dialect.name}\n{key}\n".encode() + parts).digest()
+        await gateway.authorize(exchange.key, Action.MODEL_CALL, exchange.target)
+        created, length = int(gateway.started_at), gateway.max_model_len()
+        name = exchange.rest.removeprefix("models").lstrip("/")
+        if name:
+            body = dialect.model(name, created, length)
+        else:
+            body = dialect.models([gateway.options.model_name], created, length)
+        await send_json(exchange.send, 200, body)
+
+    async def _call(self, exchange: _Exchange, dialect: Dialect) -> None:
+        gateway = self._gateway
+        live = await gateway.attempt_for_call(exchange.key, exchange.target)
+        body = await _read_json(exchange.receive)
+        context = Context(
+            headers={k: v for k, v in exchange.headers.items() if k not in _SECRET_HEADERS},
+            path=exchange.rest,
+            earlier=await gateway.earlier_calls(live, dialect.refers_to(body)),
+        )
+        request = dialect.parse(body, context)
+        request.headers, request.body = context.headers, body
+        parts = orjson.dumps(dialect.fingerprint_parts(body, context), option=orjson.OPT_SORT_KEYS)
+        fingerprint = hashlib.sha256(f"{dialect.name}\n{exchange.key}\n".encode() + parts).digest()
         call = gateway.begin_call(live, request, dialect.name, fingerprint)
-        await self._deliver(live, call, dialect, request, receive, send)
+        await self._deliver(live, call, dialect, request, exchange.receive, exchange.send)
 
     async def _deliver(
-        self, live: LiveAttempt, call: Call, dialect: Dialect, request: ChatRequest, receive: Receive, send: Send
+        self, live: LiveAttempt, call: Call, dialect: Dialect, request: ModelRequest, receive: Receive, send: Send
     ) -> None:
         gateway = self._gateway
         delivery = Delivery(call, dialect, request, receive, send, gateway.options.keepalive_seconds)
@@ -117,12 +145,16 @@ class AgentApp:
                 live.drop(call)
 
 
+def _headers(raw: list[tuple[bytes, bytes]]) -> dict[str, str]:
+    return {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in raw}
+
+
 def _only(method: str, allowed: str) -> None:
     if method != allowed:
         raise Refused(f"this route takes {allowed}, not {method}", status=405)
 
 
-async def _read_json(receive: Receive) -> Any:
+async def _read_json(receive: Receive) -> dict[str, Any]:
     pieces: list[bytes] = []
     size = 0
     while True:
@@ -138,6 +170,9 @@ async def _read_json(receive: Receive) -> Any:
             break
     data = b"".join(pieces)
     try:
-        return orjson.loads(data) if size < _LARGE else await asyncio.to_thread(orjson.loads, data)
+        body = orjson.loads(data) if size < _LARGE else await asyncio.to_thread(orjson.loads, data)
     except orjson.JSONDecodeError as e:
         raise Refused(f"the request body isn't valid JSON: {e}") from None
+    if not isinstance(body, dict):
+        raise Refused("the request body must be a JSON object")
+    return body

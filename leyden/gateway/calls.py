@@ -12,7 +12,7 @@ import numpy as np
 
 from leyden.gateway.attempts import LiveAttempt
 from leyden.gateway.conversation import Link, Plan, link, request_keys
-from leyden.gateway.dialects.base import Answer, ChatRequest, Choice, TokenLogprob
+from leyden.gateway.dialects.base import Answer, Choice, ModelRequest, TokenLogprob
 from leyden.gateway.engines.completions import EngineClient, EngineTimeout, EngineUnreachable
 from leyden.gateway.engines.integrity import Sample, empty_sample, read_sample
 from leyden.gateway.engines.registry import EngineRegistry
@@ -69,7 +69,7 @@ class CallMaker:
     request_timeout: float
 
     async def make(
-        self, live: LiveAttempt, request: ChatRequest, dialect: str, call_id: str, fingerprint: bytes, seq: int
+        self, live: LiveAttempt, request: ModelRequest, dialect: str, call_id: str, fingerprint: bytes, seq: int
     ) -> Answer:
         """Generate, record durably, answer.
 
@@ -78,14 +78,12 @@ class CallMaker:
                 as calls that must not be trained.
         """
         started = time.time()
-        keys = await self.renderer.run(lambda: request_keys(request.messages, request.tools))
-        plan = live.forest.plan(request.messages, keys)
-        prompt = await self.renderer.run(lambda: self.renderer.render(plan, request.messages, request.tools))
+        prompt = await self.prompt(live, request)
         engine_len, model_len = self.engines.max_model_len(), self.renderer.max_model_len
         limit = engine_len if engine_len is not None else model_len
         used = effective_sampling(live.info.sampling, request.max_tokens, len(prompt.ids), limit)
-        relation = link(plan, prompt.ids, prompt.reason)
-        job = _Job(live, request, dialect, call_id, fingerprint, seq, started, plan, prompt, used, relation)
+        relation = link(prompt.plan, prompt.ids, prompt.reason)
+        job = _Job(live, request, dialect, call_id, fingerprint, seq, started, prompt.plan, prompt, used, relation)
         try:
             async with asyncio.TaskGroup() as group:
                 tasks = [group.create_task(self._sample(job, f"{call_id}-{i}")) for i in range(request.n)]
@@ -97,6 +95,12 @@ class CallMaker:
         parsed = await self.renderer.run(lambda: [self._parse(job, s) for s, _ in samples])
         await self._record(job, samples, parsed)
         return await self.renderer.run(lambda: self._answer(job, [s for s, _ in samples], parsed))
+
+    async def prompt(self, live: LiveAttempt, request: ModelRequest) -> Prompt:
+        """The token ids that an engine would read for this request now."""
+        keys = await self.renderer.run(lambda: request_keys(request.messages, request.tools))
+        plan = live.forest.plan(request.messages, keys)
+        return await self.renderer.run(lambda: self.renderer.render(plan, request.messages, request.tools))
 
     async def _sample(self, job: _Job, request_id: str) -> tuple[Sample, EngineModel]:
         """One continuation. Waits while paused; asks again when nothing was generated or the engine gave it up."""
@@ -153,7 +157,7 @@ class CallMaker:
         request = job.request
         if not len(sample.ids):
             return Parsed(sample.text, None, [])
-        stop = sample.stop_reason if isinstance(sample.stop_reason, str) and request.stop else None
+        stop = _stop_sequence(request, sample)
         tools = request.tools if request.tool_choice == "auto" else None
         return self.renderer.parse(job.prompt.ids, sample.ids, tools, stop)
 
@@ -173,6 +177,7 @@ class CallMaker:
                     tool_calls=said.tool_calls,
                     finish_reason=_finish(sample),
                     completion_tokens=len(sample.ids),
+                    stop_sequence=_stop_sequence(job.request, sample),
                     logprobs=logprobs,
                 )
             )
@@ -238,7 +243,7 @@ class _Job:
     """One request on its way."""
 
     live: LiveAttempt
-    request: ChatRequest
+    request: ModelRequest
     dialect: str
     call_id: str
     fingerprint: bytes
@@ -300,6 +305,10 @@ class _Job:
 
 def _sibling_id(call_id: str, index: int) -> str:
     return call_id if index == 0 else f"{call_id}-{index}"
+
+
+def _stop_sequence(request: ModelRequest, sample: Sample) -> str | None:
+    return sample.stop_reason if isinstance(sample.stop_reason, str) and request.stop else None
 
 
 def _finish(sample: Sample) -> Literal["stop", "length"]:

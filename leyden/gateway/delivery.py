@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
 from leyden.gateway.attempts import Call
-from leyden.gateway.dialects.base import ChatRequest, Dialect
+from leyden.gateway.dialects.base import Dialect, ModelRequest
 from leyden.gateway.errors import Refused
 
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -42,7 +42,7 @@ class Delivery:
     """Delivers one call's answer over one connection."""
 
     def __init__(
-        self, call: Call, dialect: Dialect, request: ChatRequest, receive: Receive, send: Send, keepalive: float
+        self, call: Call, dialect: Dialect, request: ModelRequest, receive: Receive, send: Send, keepalive: float
     ) -> None:
         self._call = call
         self._dialect = dialect
@@ -50,6 +50,7 @@ class Delivery:
         self._receive = receive
         self._send = send
         self._keepalive = keepalive
+        self._stream = dialect.stream(call.call_id, call.created, request) if request.stream else None
         self._begun = False
 
     async def run(self) -> bool:
@@ -77,8 +78,8 @@ class Delivery:
             except Refused as e:
                 await self.fail(e)
                 return False
-            if self._request.stream:
-                body = b"".join(self._dialect.stream_answer(answer, self._request))
+            if self._stream is not None:
+                body = b"".join(self._stream.answer(answer))
             else:
                 body = self._dialect.json_answer(answer, self._request)
             await self._finish(body, gone)
@@ -91,12 +92,12 @@ class Delivery:
         if not self._begun:
             await send_json(self._send, error.status, self._dialect.error(error))
             return
-        body = self._dialect.stream_error(error) if self._request.stream else self._dialect.error(error)
+        body = self._stream.error(error) if self._stream is not None else self._dialect.error(error)
         await self._send({"type": "http.response.body", "body": body})
 
     async def _begin(self, length: int | None = None) -> None:
         self._begun = True
-        kind = b"text/event-stream; charset=utf-8" if self._request.stream else b"application/json"
+        kind = b"text/event-stream; charset=utf-8" if self._stream is not None else b"application/json"
         headers = [(b"content-type", kind), (b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
         if length is not None:
             headers.append((b"content-length", str(length).encode()))
@@ -105,15 +106,12 @@ class Delivery:
     async def _sign_of_life(self) -> None:
         if not self._begun:
             await self._begin()
-        if self._request.stream:
-            body = self._dialect.keepalive(self._call.call_id, self._call.created, self._request)
-        else:
-            body = b"\n"
+        body = b"\n" if self._stream is None else self._stream.keepalive()
         await self._send({"type": "http.response.body", "body": body, "more_body": True})
 
     async def _finish(self, body: bytes, gone: asyncio.Task[None]) -> None:
         if not self._begun:
-            await self._begin(None if self._request.stream else len(body))
+            await self._begin(len(body) if self._stream is None else None)
         for start in range(0, len(body), PIECE):
             piece = body[start : start + PIECE]
             more = start + PIECE < len(body)

@@ -60,7 +60,7 @@ def same(a: bytes, b: bytes) -> bool:
 
 
 def key_from_headers(headers: Iterable[tuple[bytes, bytes]]) -> str | None:
-    """The key of a request: `Authorization: Bearer KEY` or `x-api-key: KEY`; blank ones don't count."""
+    """The key of a request: `Authorization: Bearer KEY`, `x-api-key: KEY` or `x-goog-api-key: KEY`; not a blank one."""
     other: str | None = None
     for name, value in headers:
         name = name.lower()
@@ -68,7 +68,7 @@ def key_from_headers(headers: Iterable[tuple[bytes, bytes]]) -> str | None:
             scheme, _, rest = value.decode("latin-1").partition(" ")
             if scheme.lower() == "bearer" and rest.strip():
                 return rest.strip()
-        elif name == b"x-api-key" and value.strip():
+        elif name in (b"x-api-key", b"x-goog-api-key") and value.strip():
             other = value.decode("latin-1").strip()
     return other
 

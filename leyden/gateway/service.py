@@ -14,7 +14,7 @@ import numpy as np
 from leyden.gateway import keys
 from leyden.gateway.attempts import Call, LiveAttempt, LiveAttempts
 from leyden.gateway.calls import CallMaker, Counters
-from leyden.gateway.dialects.base import Answer, ChatRequest, Choice
+from leyden.gateway.dialects.base import Answer, Choice, ModelRequest
 from leyden.gateway.engines.completions import EngineClient
 from leyden.gateway.engines.registry import EngineRegistry
 from leyden.gateway.errors import Conflict, Forbidden, Refused, StoreUnavailable, Unauthorized
@@ -234,7 +234,19 @@ class Gateway:
             raise Conflict(f"{who} takes no more model calls: its agent phase has ended")
         return live
 
-    def begin_call(self, live: LiveAttempt, request: ChatRequest, dialect: str, fingerprint: bytes) -> Call:
+    async def earlier_calls(self, live: LiveAttempt, call_ids: Sequence[str]) -> dict[str, StoredCall]:
+        """Those of the attempt's recorded calls that are named, with their messages."""
+        if not call_ids:
+            return {}
+        wanted = set(call_ids)
+        stored = await self.store.attempt_calls(live.info.rollout_id, live.info.attempt_id)
+        return {c.call_id: c for c in stored if c.call_id in wanted}
+
+    async def count_tokens(self, live: LiveAttempt, request: ModelRequest) -> int:
+        """How many tokens the prompt of this request has. Nothing is recorded."""
+        return len((await self._maker.prompt(live, request)).ids)
+
+    def begin_call(self, live: LiveAttempt, request: ModelRequest, dialect: str, fingerprint: bytes) -> Call:
         """Start a call, or take over the one that an identical request left behind.
 
         Raises:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import orjson
 
-from leyden.gateway.dialects.base import Answer, ChatRequest, Choice, Message
+from leyden.gateway.dialects.base import Answer, Choice, Context, Message, ModelRequest
 from leyden.gateway.errors import Refused
 
 MAX_CHOICES = 128
@@ -30,15 +30,16 @@ class OpenAIChat:
 
     name = "openai-chat"
 
-    def parse(self, body: Any) -> ChatRequest:
-        if not isinstance(body, dict):
-            raise Refused("the request body must be a JSON object")
+    def refers_to(self, body: dict[str, Any]) -> Sequence[str]:
+        return ()
+
+    def parse(self, body: dict[str, Any], context: Context) -> ModelRequest:
         _refuse_unsupported(body)
         messages = body.get("messages")
         if not isinstance(messages, list) or not messages:
             raise Refused("messages must be a non-empty list", param="messages")
         options = body.get("stream_options")
-        return ChatRequest(
+        return ModelRequest(
             model=body["model"] if isinstance(body.get("model"), str) else "default",
             messages=[_message(m, f"messages[{i}]") for i, m in enumerate(messages)],
             tools=_tools(body.get("tools")),
@@ -52,10 +53,10 @@ class OpenAIChat:
             requested={name: body[name] for name in _SAMPLING if body.get(name) is not None},
         )
 
-    def fingerprint_parts(self, body: dict[str, Any]) -> dict[str, Any]:
+    def fingerprint_parts(self, body: dict[str, Any], context: Context) -> dict[str, Any]:
         return {k: v for k, v in body.items() if k not in ("stream", "stream_options")}
 
-    def json_answer(self, answer: Answer, request: ChatRequest) -> bytes:
+    def json_answer(self, answer: Answer, request: ModelRequest) -> bytes:
         choices = []
         for index, choice in enumerate(answer.choices):
             message: dict[str, Any] = {"role": "assistant", "content": choice.text or None}
@@ -75,10 +76,35 @@ class OpenAIChat:
             )
         return orjson.dumps({**_head(answer, "chat.completion"), "choices": choices, "usage": _usage(answer)})
 
-    def stream_answer(self, answer: Answer, request: ChatRequest) -> Iterator[bytes]:
+    def stream(self, call_id: str, created: int, request: ModelRequest) -> ChatStream:
+        return ChatStream(call_id, created, request)
+
+    def error(self, error: Refused) -> bytes:
+        return orjson.dumps({"error": error_body(error)})
+
+    def models(self, names: Sequence[str], created: int, max_model_len: int | None) -> bytes:
+        return orjson.dumps({"object": "list", "data": [_model(name, created, max_model_len) for name in names]})
+
+    def model(self, name: str, created: int, max_model_len: int | None) -> bytes:
+        return orjson.dumps(_model(name, created, max_model_len))
+
+
+class ChatStream:
+    """Implements leyden.gateway.dialects.base.Stream."""
+
+    def __init__(self, call_id: str, created: int, request: ModelRequest) -> None:
+        self._call_id, self._created, self._request = call_id, created, request
+
+    def keepalive(self) -> bytes:
+        # An empty delta of a choice: clients that would trip over `choices: []` or drop comments take it as progress.
+        choice = {"index": 0, "delta": {"content": ""}, "finish_reason": None}
+        head = {"id": f"chatcmpl-{self._call_id}", "object": "chat.completion.chunk", "created": self._created}
+        return _event({**head, "model": self._request.model, "choices": [choice]})
+
+    def answer(self, answer: Answer) -> Iterator[bytes]:
         head = _head(answer, "chat.completion.chunk")
         # With include_usage every chunk but the last carries a null usage; without it no chunk mentions usage.
-        tail: dict[str, Any] = {"usage": None} if request.include_usage else {}
+        tail: dict[str, Any] = {"usage": None} if self._request.include_usage else {}
 
         def chunk(index: int, delta: dict[str, Any], finish: str | None = None, logprobs: Any = None) -> bytes:
             choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
@@ -97,24 +123,19 @@ class OpenAIChat:
                 rest = {"index": position, "function": {"arguments": call["function"]["arguments"]}}
                 yield chunk(index, {"tool_calls": [rest]})
             yield chunk(index, {}, _finish(choice))
-        if request.include_usage:
+        if self._request.include_usage:
             yield _event({**head, "choices": [], "usage": _usage(answer)})
         yield b"data: [DONE]\n\n"
 
-    def keepalive(self, call_id: str, created: int, request: ChatRequest) -> bytes:
-        # An empty delta of a choice: clients that would trip over `choices: []` or drop comments take it as progress.
-        choice = {"index": 0, "delta": {"content": ""}, "finish_reason": None}
-        head = {"id": f"chatcmpl-{call_id}", "object": "chat.completion.chunk", "created": created}
-        return _event({**head, "model": request.model, "choices": [choice]})
-
     def error(self, error: Refused) -> bytes:
-        return orjson.dumps({"error": _error(error)})
-
-    def stream_error(self, error: Refused) -> bytes:
-        return _event({"error": _error(error)})
+        return _event({"error": error_body(error)})
 
 
-def _error(error: Refused) -> dict[str, Any]:
+def _model(name: str, created: int, max_model_len: int | None) -> dict[str, Any]:
+    return {"id": name, "object": "model", "created": created, "owned_by": "leyden", "max_model_len": max_model_len}
+
+
+def error_body(error: Refused) -> dict[str, Any]:
     kind = _KINDS.get(error.status, "invalid_request_error" if error.status < 500 else "server_error")
     return {"message": error.message, "type": kind, "param": error.param, "code": error.code}
 

@@ -58,6 +58,7 @@ def info(db: sqlite3.Connection, rollout_id: str, attempt_id: str) -> AttemptInf
         has_grader=config.grader is not None,
         sampling=config.sampling,
         run=row["run"],
+        capture=config.capture,
     )
 
 

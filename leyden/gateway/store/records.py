@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from leyden.gateway.lifecycle import Phase
-from leyden.schema import Rollout, Sampling
+from leyden.schema import CaptureConfig, Rollout, Sampling
 
 
 @dataclass(slots=True)
@@ -107,6 +107,7 @@ class AttemptInfo:
     has_grader: bool
     sampling: Sampling | None
     run: str | None
+    capture: CaptureConfig = field(default_factory=CaptureConfig)
 
 
 @dataclass(frozen=True, slots=True)
