@@ -14,7 +14,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from leyden.errors import ConfigError, nearest
-from leyden.schema import AgentSpec, GraderSpec, Sampling
+from leyden.schema import AgentSpec, CaptureConfig, EngineModel, GraderSpec, Sampling
 
 
 class Section(BaseModel):
@@ -102,6 +102,12 @@ class EngineConfig(Section):
     port: int = Field(default=0, ge=0, le=65535, description="0 picks a free one")
 
 
+class OtherEngine(EngineModel):
+    """An engine that was started elsewhere, such as a frozen model's."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
 class GatewayConfig(Section):
     host: str = "127.0.0.1"
     port: int = Field(default=0, ge=0, le=65535, description="0 picks a free one")
@@ -129,6 +135,10 @@ class RunConfig(Section):
     max_attempts: int = Field(default=3, ge=1)
     data: DataConfig
     sampling: Sampling = Sampling()
+    capture: CaptureConfig = CaptureConfig()
+    engines: list[OtherEngine] = Field(
+        default=[], description="engines beside the trained one, for capture.routes to lead to"
+    )
     training: TrainingConfig = TrainingConfig()
     validation: ValidationConfig = ValidationConfig()
     engine: EngineConfig = EngineConfig()
@@ -155,6 +165,13 @@ class RunConfig(Section):
                 f"training.rollouts_per_task={self.training.rollouts_per_task} is below training.min_group="
                 f"{self.training.min_group}: no group could ever train"
             )
+        served = {self.name, *(e.model for e in self.engines)}
+        for route in self.capture.routes:
+            if route.model not in served:
+                raise ValueError(
+                    f"capture.routes: {route.match!r} leads to model {route.model!r}, which no engine serves; "
+                    f"there are {', '.join(sorted(served))}"
+                )
         if self.sampling.temperature == 0:
             raise ValueError(
                 "sampling.temperature=0 gives every rollout of a group the same answer: nothing to learn from"
@@ -252,7 +269,9 @@ def _keys_at(loc: tuple[Any, ...]) -> list[str]:
     """Names of the fields of the section at `loc`."""
     model: type[BaseModel] = RunConfig
     for part in loc:
-        field = model.model_fields.get(str(part))
+        if isinstance(part, int):
+            continue
+        field = model.model_fields.get(part)
         if field is None:
             return list(model.model_fields)
         for candidate in (field.annotation, *getattr(field.annotation, "__args__", ())):

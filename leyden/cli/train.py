@@ -159,6 +159,8 @@ async def _supervise(
         async with LeydenClient(where, admin) as client:
             # An engine of an interrupted run is gone; calls wait until the trainer has registered the new one.
             await client.delete_models()
+            if config.engines:
+                await client.register_models([*config.engines])
         if not remote:
             await supervisor.start(
                 "controller",

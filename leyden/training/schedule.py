@@ -62,6 +62,7 @@ def rollout_config(config: RunConfig, sampling: Sampling) -> RolloutConfig:
         agent=config.agent,
         grader=config.grader,
         sampling=sampling,
+        capture=config.capture,
         max_attempts=config.max_attempts,
     )
 
