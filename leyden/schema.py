@@ -408,6 +408,14 @@ class CallRecord(msgspec.Struct, kw_only=True, omit_defaults=True):
     """The client's messages and tools; left out unless asked for."""
     response: dict[str, Any] | None = None
     """The answer's message; left out unless asked for."""
+    raw: dict[str, Any] | None = None
+    """The body that the client sent; left out unless asked for."""
+    kind: str = CallKind.MAIN
+    images: list[str] = msgspec.field(default_factory=list)
+    """References to the images that the prompt holds."""
+    routed_experts: bytes | None = None
+    """Experts that each token was routed to, as the engine gave them; `routed_format` is dtype and shape."""
+    routed_format: str | None = None
 
 
 class Trajectory(msgspec.Struct, kw_only=True):

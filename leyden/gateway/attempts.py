@@ -17,7 +17,7 @@ from leyden.gateway.dialects.base import Answer
 from leyden.gateway.lifecycle import Phase
 from leyden.gateway.renderer import ModelRenderer
 from leyden.gateway.store.base import Store
-from leyden.gateway.store.calls import message_ref
+from leyden.gateway.store.raw import message_ref
 from leyden.gateway.store.records import AttemptInfo, StoredCall
 
 IDLE_SECONDS = 900
@@ -44,6 +44,8 @@ class LiveAttempt:
 
     info: AttemptInfo
     forest: Forest = field(default_factory=Forest)
+    raw_hashes: dict[str, bytes] = field(default_factory=dict)
+    """By call: the hashes of its request body, of which a later call stores only what is new."""
     next_seq: int = 0
     phase: Phase = Phase.AGENT
     calls: set[Call] = field(default_factory=set)
@@ -148,6 +150,7 @@ class LiveAttempts:
         if info.phase is Phase.AGENT:
             stored = await self._store.attempt_calls(rollout_id, attempt_id)
             live.forest = await self._renderer.run(lambda: rebuild(stored))
+            live.raw_hashes = {c.call_id: c.raw_hashes for c in stored}
             live.next_seq = max((c.seq for c in stored), default=-1) + 1
             for call in stored:
                 if not call.delivered and call.untrainable is None:

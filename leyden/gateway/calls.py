@@ -23,7 +23,7 @@ from leyden.gateway.renderer import ModelRenderer, Parsed, Prompt
 from leyden.gateway.sampling import effective as effective_sampling
 from leyden.gateway.signals import wait_until
 from leyden.gateway.store.base import Store
-from leyden.gateway.store.calls import message_ref
+from leyden.gateway.store.raw import RawRequest, message_ref, share, take_apart
 from leyden.gateway.store.records import CallCommit, MessageRef
 from leyden.schema import EngineModel
 
@@ -191,22 +191,23 @@ class CallMaker:
 
     async def _record(self, job: _Job, samples: list[tuple[Sample, EngineModel]], parsed: list[Parsed]) -> None:
         """Commit the siblings and add them to the forest."""
-        refs = await self.renderer.run(lambda: [message_ref(m) for m in job.request.messages])
+        refs, raw = await self.renderer.run(job.references)
         ended = time.time()
         commits = []
         for i, ((sample, engine), said) in enumerate(zip(samples, parsed, strict=True)):
             self.counters.nan_logprobs += sample.nan_logprobs
             if sample.untrainable is not None:
                 self._warn(job, sample.untrainable)
-            commits.append(job.commit(_sibling_id(job.call_id, i), sample, said, engine, refs, ended))
-        await self.store.commit_calls(commits)
+            commits.append(job.commit(_sibling_id(job.call_id, i), sample, said, engine, refs, raw, ended))
+        recorded = await self.store.commit_calls(commits)
+        job.live.raw_hashes[job.call_id] = raw.hashes()
         hashes = [r.hash for r in refs]
         if job.relation.parent is not None:
             job.relation.parent.delivered = True
         for commit, (sample, _), said in zip(commits, samples, parsed, strict=True):
             job.live.forest.add(
                 commit.call_id,
-                job.seq,
+                recorded.seq,
                 job.plan.keys,
                 job.relation,
                 job.prompt.ids,
@@ -223,9 +224,9 @@ class CallMaker:
             kind = "engine refused"
         sample = empty_sample(f"{kind}: {error.message}")
         self._warn(job, f"{kind}: {error.message}")
-        refs = await self.renderer.run(lambda: [message_ref(m) for m in job.request.messages])
+        refs, raw = await self.renderer.run(job.references)
         try:
-            await self.store.commit_calls([job.commit(job.call_id, sample, None, None, refs, time.time())])
+            await self.store.commit_calls([job.commit(job.call_id, sample, None, None, refs, raw, time.time())])
         except Refused as e:
             log.warning("the failed call %s couldn't be recorded: %s", job.call_id, e.message)
 
@@ -254,6 +255,14 @@ class _Job:
     effective: dict[str, Any]
     relation: Link
 
+    def references(self) -> tuple[list[MessageRef], RawRequest]:
+        """The request's messages and its body as the store keeps them."""
+        base = self.relation.base
+        raw = take_apart(self.request.body)
+        if base is not None:
+            raw = share(raw, base.call_id, self.live.raw_hashes.get(base.call_id, b""))
+        return [message_ref(m) for m in self.request.messages], raw
+
     def commit(
         self,
         call_id: str,
@@ -261,6 +270,7 @@ class _Job:
         parsed: Parsed | None,
         engine: EngineModel | None,
         refs: list[MessageRef],
+        raw: RawRequest,
         ended: float,
     ) -> CallCommit:
         base = self.relation.base
@@ -300,6 +310,7 @@ class _Job:
             tools=message_ref(self.request.tools) if self.request.tools else None,
             response=parsed.message() if parsed else None,
             fingerprint=self.fingerprint,
+            raw=raw,
         )
 
 

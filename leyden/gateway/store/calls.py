@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import sqlite3
 from collections.abc import Sequence
 from typing import Any
@@ -11,55 +10,84 @@ import orjson
 
 from leyden.gateway.lifecycle import Phase, name_attempt
 from leyden.gateway.store.attempts import attempt_row, count_late
-from leyden.gateway.store.records import CallCommit, Late, MessageRef, StoredCall
+from leyden.gateway.store.raw import put_together
+from leyden.gateway.store.records import HASH_BYTES, CallCommit, Late, Recorded, StoredCall
 from leyden.schema import CallRecord, Trajectory
 
-HASH_BYTES = 16
-"""Length of a message hash."""
 _ID_BYTES = 4
 
 
-def commit(db: sqlite3.Connection, calls: Sequence[CallCommit]) -> Late | None:
+def commit(db: sqlite3.Connection, calls: Sequence[CallCommit]) -> Recorded | Late:
     """Store the sibling calls of one request, if their attempt is still in its agent phase.
 
-    A call that continues another proves that the other's answer arrived: it is marked delivered.
+    A call that continues another proves that the other's answer arrived: it is marked delivered. `seq` is what the
+    gateway proposed, or the next free one when another gateway used that meanwhile.
     """
     rollout_id, attempt_id = calls[0].rollout_id, calls[0].attempt_id
-    phase = Phase(attempt_row(db, rollout_id, attempt_id)["phase"])
-    if phase is not Phase.AGENT:
+    attempt = attempt_row(db, rollout_id, attempt_id)
+    if Phase(attempt["phase"]) is not Phase.AGENT:
         count_late(db, rollout_id, attempt_id)
         return Late(f"{name_attempt(rollout_id, attempt_id)} ended while this call was running; it wasn't recorded")
-    for call in calls:
-        _insert(db, call)
+    seq = calls[0].seq
+    where, this = "WHERE rollout_id = ? AND attempt_id = ?", (rollout_id, attempt_id)
+    if db.execute(f"SELECT 1 FROM calls {where} AND seq = ? LIMIT 1", (*this, seq)).fetchone():
+        seq = db.execute(f"SELECT max(seq) + 1 FROM calls {where}", this).fetchone()[0]
+    first = attempt["calls"] + 1
+    _store_messages(db, rollout_id, calls)
+    for ordinal, call in enumerate(calls, start=first):
+        _insert(db, call, seq, ordinal)
     base = calls[0].parent
     if base is not None:
         mark_delivered(db, rollout_id, attempt_id, [base])
-    db.execute(
-        "UPDATE attempts SET calls = calls + ? WHERE rollout_id = ? AND attempt_id = ?",
-        (len(calls), rollout_id, attempt_id),
-    )
+    db.execute(f"UPDATE attempts SET calls = calls + ? {where}", (len(calls), *this))
     db.execute("UPDATE rollouts SET calls = calls + ? WHERE rollout_id = ?", (len(calls), rollout_id))
-    return None
+    return Recorded(seq, first, first + len(calls) - 1)
 
 
-def _insert(db: sqlite3.Connection, call: CallCommit) -> None:
-    refs = [*call.request_suffix, *([call.tools] if call.tools else [])]
-    db.executemany("INSERT OR IGNORE INTO messages VALUES (?, ?)", [(r.hash, r.body.decode()) for r in refs])
-    db.executemany("INSERT OR IGNORE INTO message_uses VALUES (?, ?)", [(call.rollout_id, r.hash) for r in refs])
-    row = {
-        **{name: getattr(call, name) for name in CallCommit.__slots__},
+def _store_messages(db: sqlite3.Connection, rollout_id: str, calls: Sequence[CallCommit]) -> None:
+    """Write what isn't stored yet of messages, tools and raw requests; siblings have the same."""
+    call = calls[0]
+    refs = {r.hash: r.body for r in call.request_suffix}
+    if call.tools is not None:
+        refs[call.tools.hash] = call.tools.body
+    if call.raw is not None:
+        refs[call.raw.head.hash] = call.raw.head.body
+        refs.update((r.hash, r.body) for r in call.raw.refs[call.raw.base_len :])
+    # In one order, so that gateways that write the same messages at once don't wait for each other in a circle.
+    hashes = sorted(refs)
+    db.executemany(
+        "INSERT INTO messages (hash, body) VALUES (?, ?) ON CONFLICT DO NOTHING",
+        [(h, refs[h].decode()) for h in hashes],
+    )
+    db.executemany(
+        "INSERT INTO message_uses (rollout_id, hash) VALUES (?, ?) ON CONFLICT DO NOTHING",
+        [(rollout_id, h) for h in hashes],
+    )
+
+
+def _insert(db: sqlite3.Connection, call: CallCommit, seq: int, ordinal: int) -> None:
+    row = {name: getattr(call, name) for name in CallCommit.__slots__ if name != "raw"}
+    row |= {
+        "seq": seq,
+        "ordinal": ordinal,
         "requested": orjson.dumps(call.requested).decode(),
         "effective": orjson.dumps(call.effective).decode(),
         "response": orjson.dumps(call.response).decode() if call.response is not None else None,
         "request_suffix": b"".join(r.hash for r in call.request_suffix),
         "tools": call.tools.hash if call.tools else None,
+        "images": orjson.dumps(call.images).decode() if call.images else None,
+        "kind": str(call.kind),
         "delivered": 0,
     }
-    names = list(row)
-    db.execute(
-        f"INSERT INTO calls ({', '.join(names)}) VALUES ({', '.join(':' + n for n in names)})",
-        row,
-    )
+    if call.raw is not None:
+        row |= {
+            "raw_head": call.raw.head.hash,
+            "raw_fields": call.raw.fields,
+            "raw_base": call.raw.base,
+            "raw_base_len": call.raw.base_len,
+            "raw_suffix": call.raw.hashes()[call.raw.base_len * HASH_BYTES :],
+        }
+    db.execute(f"INSERT INTO calls ({', '.join(row)}) VALUES ({', '.join('?' * len(row))})", tuple(row.values()))
     db.execute(
         "INSERT INTO events (rollout_id, attempt_id, event_type, timestamp, call_id)"
         " VALUES (?, ?, 'model_request', ?, ?)",
@@ -83,33 +111,50 @@ def mark_delivered(db: sqlite3.Connection, rollout_id: str, attempt_id: str, cal
         )
 
 
-def of_attempt(db: sqlite3.Connection, rollout_id: str, attempt_id: str, *, content: bool) -> list[StoredCall]:
-    """All calls of an attempt in order of arrival, prompts whole; with `content`, messages and tools too."""
+def of_attempt(
+    db: sqlite3.Connection, rollout_id: str, attempt_id: str, *, content: bool, after: int = 0
+) -> list[StoredCall]:
+    """Calls of an attempt, prompts whole; with `content`, messages, tools and raw requests too.
+
+    In order of arrival. `after` leaves out those that were recorded up to that ordinal.
+    """
     rows = db.execute(
-        "SELECT * FROM calls WHERE rollout_id = ? AND attempt_id = ? ORDER BY rowid", (rollout_id, attempt_id)
+        "SELECT * FROM calls WHERE rollout_id = ? AND attempt_id = ? ORDER BY ordinal", (rollout_id, attempt_id)
     ).fetchall()
     bodies = _Bodies(db)
     prompts: dict[str, bytes] = {}
     requests: dict[str, bytes] = {}
+    raws: dict[str, bytes] = {}
     out = []
-    # Bases are committed before what builds on them, so one pass in order of insertion resolves every chain.
+    # Bases are recorded before what builds on them, so one pass in that order resolves every chain.
     by_id = {row["call_id"]: row for row in rows}
     for row in rows:
+        call_id = row["call_id"]
         prefix = b""
         if row["base"] is not None:
             whole = prompts[row["base"]] + by_id[row["base"]]["response_ids"]
             prefix = whole[: row["base_len"] * _ID_BYTES]
-        prompts[row["call_id"]] = prefix + row["prompt_suffix"]
-        hashes = row["request_suffix"]
-        if row["request_base"] is not None:
-            hashes = requests[row["request_base"]][: row["request_base_len"] * HASH_BYTES] + hashes
-        requests[row["call_id"]] = hashes
-        out.append(_stored(row, prompts[row["call_id"]]))
+        prompts[call_id] = prefix + row["prompt_suffix"]
+        requests[call_id] = _chained(requests, row["request_base"], row["request_base_len"], row["request_suffix"])
+        raws[call_id] = _chained(raws, row["raw_base"], row["raw_base_len"], row["raw_suffix"] or b"")
+        if row["ordinal"] <= after:
+            continue
+        out.append(_stored(row, prompts[call_id], raws[call_id]))
         if content:
-            out[-1].messages = [bodies[hashes[i : i + HASH_BYTES]] for i in range(0, len(hashes), HASH_BYTES)]
-            out[-1].tools = bodies[row["tools"]] if row["tools"] is not None else None
-            out[-1].response = orjson.loads(row["response"]) if row["response"] is not None else None
+            _fill(out[-1], row, requests[call_id], bodies)
     return sorted(out, key=lambda c: (c.seq, c.call_id))
+
+
+def _chained(known: dict[str, bytes], base: str | None, base_len: int, suffix: bytes) -> bytes:
+    return known[base][: base_len * HASH_BYTES] + suffix if base is not None else suffix
+
+
+def _fill(call: StoredCall, row: sqlite3.Row, hashes: bytes, bodies: _Bodies) -> None:
+    call.messages = [bodies[hashes[i : i + HASH_BYTES]] for i in range(0, len(hashes), HASH_BYTES)]
+    call.tools = bodies[row["tools"]] if row["tools"] is not None else None
+    call.response = orjson.loads(row["response"]) if row["response"] is not None else None
+    if row["raw_head"] is not None:
+        call.raw = put_together(bodies[row["raw_head"]], row["raw_fields"], call.raw_hashes, bodies.__getitem__)
 
 
 class _Bodies(dict[bytes, Any]):
@@ -124,14 +169,17 @@ class _Bodies(dict[bytes, Any]):
         return value
 
 
-def _stored(row: sqlite3.Row, prompt: bytes) -> StoredCall:
+def _stored(row: sqlite3.Row, prompt: bytes, raw_hashes: bytes) -> StoredCall:
     same = (
         "call_id rollout_id attempt_id seq dialect base base_len response_ids logprobs versions finish_reason parent"
         " break_reason break_index untrainable reward started_at ended_at engine model fingerprint"
+        " kind routed_experts routed_format ordinal"
     ).split()
     return StoredCall(
         **{name: row[name] for name in same},
         prompt_ids=prompt,
+        raw_hashes=raw_hashes,
+        images=orjson.loads(row["images"]) if row["images"] else [],
         delivered=bool(row["delivered"]),
         requested=orjson.loads(row["requested"]),
         effective=orjson.loads(row["effective"]),
@@ -142,7 +190,7 @@ def trajectory(db: sqlite3.Connection, rollout: sqlite3.Row, *, content: bool) -
     """The last attempt as the trainer reads it."""
     rollout_id, attempt_id = rollout["rollout_id"], rollout["last_attempt_id"]
     calls = of_attempt(db, rollout_id, attempt_id, content=content) if attempt_id is not None else []
-    same = [f for f in CallRecord.__struct_fields__ if f not in ("request", "response")]
+    same = [f for f in CallRecord.__struct_fields__ if f not in ("request", "response", "raw")]
     return Trajectory(
         rollout_id=rollout_id,
         attempt_id=attempt_id or "",
@@ -153,6 +201,7 @@ def trajectory(db: sqlite3.Connection, rollout: sqlite3.Row, *, content: bool) -
                 **{name: getattr(call, name) for name in same},
                 request={"messages": call.messages, "tools": call.tools} if content else None,
                 response=call.response if content else None,
+                raw=call.raw,
             )
             for call in calls
         ],
@@ -168,9 +217,3 @@ def untrainable_counts(db: sqlite3.Connection) -> dict[str, int]:
         kind = reason.partition(":")[0]
         out[kind] = out.get(kind, 0) + count
     return out
-
-
-def message_ref(value: Any) -> MessageRef:
-    """A message with the hash that it is stored under."""
-    body = orjson.dumps(value)
-    return MessageRef(hashlib.blake2b(body, digest_size=HASH_BYTES).digest(), body)

@@ -1,4 +1,4 @@
-"""The SQLite schema, as numbered migrations. Never edit one that has shipped: add the next."""
+"""The schema, as numbered migrations. Never edit one that has shipped: add the next."""
 
 from __future__ import annotations
 
@@ -130,5 +130,19 @@ MIGRATIONS: list[str] = [
         created_at REAL NOT NULL
     ) WITHOUT ROWID;
     CREATE INDEX idempotency_by_age ON idempotency (created_at);
+    """,
+    """
+    ALTER TABLE calls ADD COLUMN kind TEXT NOT NULL DEFAULT 'main';
+    ALTER TABLE calls ADD COLUMN images TEXT;
+    ALTER TABLE calls ADD COLUMN routed_experts BLOB;
+    ALTER TABLE calls ADD COLUMN routed_format TEXT;
+    -- The client's body: a head, then the first raw_base_len hashes of raw_base's, then raw_suffix.
+    ALTER TABLE calls ADD COLUMN raw_head BLOB;
+    ALTER TABLE calls ADD COLUMN raw_fields TEXT;
+    ALTER TABLE calls ADD COLUMN raw_base TEXT;
+    ALTER TABLE calls ADD COLUMN raw_base_len INTEGER NOT NULL DEFAULT 0;
+    ALTER TABLE calls ADD COLUMN raw_suffix BLOB;
+    ALTER TABLE calls ADD COLUMN ordinal INTEGER NOT NULL DEFAULT 0;
+    UPDATE calls SET ordinal = seq + 1;
     """,
 ]

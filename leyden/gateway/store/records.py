@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from leyden.gateway.lifecycle import Phase
-from leyden.schema import CaptureConfig, Rollout, Sampling
+from leyden.schema import CallKind, CaptureConfig, Rollout, Sampling
+
+if TYPE_CHECKING:
+    from leyden.gateway.store.raw import RawRequest
+
+HASH_BYTES = 16
+"""Length of a message hash."""
 
 
 @dataclass(slots=True)
@@ -49,6 +55,14 @@ class CallCommit:
     tools: MessageRef | None
     response: dict[str, Any] | None
     fingerprint: bytes
+    raw: RawRequest | None = None
+    """What the client sent, without headers."""
+    kind: str = CallKind.MAIN
+    images: list[str] = field(default_factory=list)
+    """References to the images of the request."""
+    routed_experts: bytes | None = None
+    """As the engine gave them; `routed_format` says dtype and shape, such as `uint8 512,24,8`."""
+    routed_format: str | None = None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -83,6 +97,24 @@ class StoredCall:
     response: dict[str, Any] | None = None
     messages: list[dict[str, Any]] = field(default_factory=list)
     tools: list[dict[str, Any]] | None = None
+    raw: dict[str, Any] | None = None
+    """What the client sent."""
+    raw_hashes: bytes = b""
+    kind: str = CallKind.MAIN
+    images: list[str] = field(default_factory=list)
+    routed_experts: bytes | None = None
+    routed_format: str | None = None
+    ordinal: int = 0
+    """Place in the order in which the attempt's calls were recorded, from 1."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """Where sibling calls were put: their `seq`, and the ordinals of the first and the last."""
+
+    seq: int
+    first: int
+    last: int
 
 
 @dataclass(frozen=True, slots=True)

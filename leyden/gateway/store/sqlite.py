@@ -12,7 +12,7 @@ import orjson
 from leyden.gateway.errors import Conflict
 from leyden.gateway.store import attempts, calls, events, rollouts
 from leyden.gateway.store.database import Database
-from leyden.gateway.store.records import AttemptInfo, CallCommit, Changed, Ended, KeyOwner, Late, StoredCall
+from leyden.gateway.store.records import AttemptInfo, CallCommit, Changed, Ended, KeyOwner, Late, Recorded, StoredCall
 from leyden.schema import (
     Claim,
     ClaimRequest,
@@ -121,9 +121,9 @@ class SqliteStore:
 
     # -- calls and events ----------------------------------------------------------------------------------------------
 
-    async def commit_calls(self, batch: Sequence[CallCommit]) -> None:
+    async def commit_calls(self, batch: Sequence[CallCommit]) -> Recorded:
         """Store the sibling calls of one request, undelivered."""
-        await self._write(lambda db: calls.commit(db, batch))
+        return await self._write(lambda db: calls.commit(db, batch))
 
     async def mark_delivered(self, rollout_id: str, attempt_id: str, call_ids: Sequence[str]) -> None:
         await self._write(lambda db: calls.mark_delivered(db, rollout_id, attempt_id, call_ids))

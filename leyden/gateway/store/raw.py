@@ -1,0 +1,78 @@
+"""What a client sent, stored so that a conversation of k turns costs the bytes of its new messages. Pure.
+
+A request body is taken apart into values that are stored by hash: each element of a list (messages, tools), each other
+object or long string, and one `head` of what is left. Lists that grow with the conversation come last, so that a later
+request of the same conversation shares a prefix of hashes with an earlier one, and only the rest is written.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+
+from leyden.gateway.store.records import HASH_BYTES, MessageRef
+
+_GROWING = ("messages", "input", "contents")
+_SHORT = 100
+"""Strings up to this length stay in the head; a hash and a row of their own would cost as much."""
+
+
+def message_ref(value: Any) -> MessageRef:
+    """A JSON value with the hash that it is stored under."""
+    body = orjson.dumps(value)
+    return MessageRef(hashlib.blake2b(body, digest_size=HASH_BYTES).digest(), body)
+
+
+@dataclass(slots=True)
+class RawRequest:
+    """A request body taken apart. The first `base_len` of `refs` are those of the call `base`."""
+
+    head: MessageRef
+    fields: str
+    """JSON [[name, number of elements, or null for a value that isn't a list], …] in the order of `refs`."""
+    refs: Sequence[MessageRef]
+    base: str | None = None
+    base_len: int = 0
+
+    def hashes(self) -> bytes:
+        return b"".join(r.hash for r in self.refs)
+
+
+def take_apart(body: dict[str, Any]) -> RawRequest:
+    head: dict[str, Any] = {}
+    fields: list[tuple[str, int | None]] = []
+    refs: list[MessageRef] = []
+    for name in sorted(body, key=lambda n: n in _GROWING):
+        value = body[name]
+        if isinstance(value, list) and value:
+            fields.append((name, len(value)))
+            refs.extend(map(message_ref, value))
+        elif isinstance(value, dict) or (isinstance(value, str) and len(value) > _SHORT):
+            fields.append((name, None))
+            refs.append(message_ref(value))
+        else:
+            head[name] = value
+    return RawRequest(message_ref(head), orjson.dumps(fields).decode(), refs)
+
+
+def share(raw: RawRequest, base: str, base_hashes: bytes) -> RawRequest:
+    """The same with what the call `base`, whose hashes are given, has in common with it."""
+    same = 0
+    for ref in raw.refs:
+        if base_hashes[same * HASH_BYTES : (same + 1) * HASH_BYTES] != ref.hash:
+            break
+        same += 1
+    return RawRequest(raw.head, raw.fields, raw.refs, base if same else None, same)
+
+
+def put_together(head: dict[str, Any], fields: str, hashes: bytes, body_of: Callable[[bytes], Any]) -> dict[str, Any]:
+    """The body again, equal as JSON to what was taken apart."""
+    out = dict(head)
+    values = iter([body_of(hashes[i : i + HASH_BYTES]) for i in range(0, len(hashes), HASH_BYTES)])
+    for name, count in orjson.loads(fields):
+        out[name] = next(values) if count is None else [next(values) for _ in range(count)]
+    return out

@@ -1,0 +1,62 @@
+"""Keeping what clients sent: whole when read back, and no bigger on disk than what is new in it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from leyden.gateway.store.raw import put_together, share, take_apart
+from tests.gateway.conftest import World
+
+_JSON = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**53), 2**53)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
+    max_leaves=12,
+)
+_BODIES = st.dictionaries(st.sampled_from(["model", "messages", "tools", "input", "contents", "system", "n"]), _JSON)
+
+
+@given(_BODIES, _BODIES)
+def test_a_body_comes_back_equal_whatever_it_shares_with_an_earlier_one(first: Any, second: Any) -> None:
+    import orjson
+
+    earlier, later = take_apart(first), take_apart(second)
+    later = share(later, "earlier", earlier.hashes())
+    stored = earlier.hashes()[: later.base_len * 16] + later.hashes()[later.base_len * 16 :]
+    bodies = {r.hash: r.body for r in later.refs}
+    back = put_together(orjson.loads(later.head.body), later.fields, stored, lambda h: orjson.loads(bodies[h]))
+    assert back == second
+
+
+async def test_raw_requests_are_kept_whole_at_the_cost_of_what_is_new(world: World) -> None:
+    claim = await world.claim()
+    tool = {"type": "function", "function": {"name": "f", "description": "d" * 500, "parameters": {"type": "object"}}}
+    extra = {"model": "m", "tools": [tool], "user": "somebody", "metadata": {"note": "w" * 300}, "seed": 3}
+    sent: list[dict[str, Any]] = []
+    for turn in range(8):
+        messages = [{"role": "user", "content": [{"type": "text", "text": f"question {i}"}]} for i in range(turn + 1)]
+        for i in range(turn):
+            messages.insert(2 * i + 1, {"role": "assistant", "content": "ok"})
+        sent.append({"messages": messages, **extra})
+        assert (await world.chat(claim.agent_key, sent[-1]))[0] == 200
+    calls = (await world.admin.trajectory(claim.rollout.rollout_id, content=True)).calls
+    assert [c.raw for c in calls] == sent
+    assert all(c.raw is None for c in (await world.admin.trajectory(claim.rollout.rollout_id)).calls)
+
+    def sizes(db: Any) -> list[int]:
+        return [r[0] for r in db.execute("SELECT length(raw_suffix) FROM calls ORDER BY seq")]
+
+    assert set((await world.gateway.store.db.read(sizes))[1:]) == {32}
+
+    def bodies(db: Any) -> str:
+        return "".join(r[0] for r in db.execute("SELECT body FROM messages"))
+
+    stored = await world.gateway.store.db.read(bodies)
+    # The tool twice: the body writes its keys in an order of its own, the template's view in another.
+    assert stored.count("d" * 500) <= 2 and stored.count("w" * 300) == 1 and claim.agent_key not in stored
