@@ -75,6 +75,8 @@ class RowReport:
     rows: int = 0
     trained_tokens: int = 0
     dropped: dict[str, int] = field(default_factory=dict)
+    breaks: dict[str, int] = field(default_factory=dict)
+    """Calls that continue a conversation but not token for token, by reason."""
     over_long_rows: int = 0
     broken_links: int = 0
     unknown_logprobs: int = 0
@@ -96,10 +98,12 @@ class _Node:
 def build_rows(trajectory: Trajectory, *, max_row_tokens: int) -> tuple[list[Row], RowReport]:
     """Rows of one attempt, and what was left out.
 
-    Untrainable and undelivered calls are never trained, but stay as context of later calls that extend them. Rows
+    Untrainable and undelivered calls are never trained, but stay as context of later calls that extend them. Calls
+    whose prompt holds images aren't either: rows are token ids. Rows
     longer than `max_row_tokens` are dropped; a call of such a row is still trained when a shorter row contains it.
     """
-    report = RowReport(trajectory.rollout_id, calls=len(trajectory.calls))
+    breaks = Counter(c.break_reason for c in trajectory.calls if c.break_reason is not None)
+    report = RowReport(trajectory.rollout_id, calls=len(trajectory.calls), breaks=dict(breaks))
     nodes = _forest(trajectory, report)
     leaves = _trainable_leaves(nodes)
     owned: set[int] = set()
@@ -165,6 +169,9 @@ def _node(call: CallRecord, attempt_id: str) -> _Node:
         reason = "empty_ids"
     elif len(prompt) == 0:
         reason = "empty_prompt"
+    elif call.images:
+        # The placeholder ids alone would be another prompt than the one that the policy saw.
+        reason = "images"
     elif len(call.logprobs) != 4 * len(response) or len(call.versions) != 4 * len(response):
         reason = "length_mismatch"
     return _Node(call, prompt, response, reason)

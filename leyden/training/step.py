@@ -122,6 +122,7 @@ def rows_summary(rows: StepRows) -> dict[str, Any]:
         "trained_tokens": sum(r.trained_tokens for r in rows.reports),
         "trained_calls": sum(r.trained_calls for r in rows.reports),
         "dropped": dropped_totals(rows.reports),
+        "breaks": dict(sum((Counter(r.breaks) for r in rows.reports), Counter())),
         "drop_report": [asdict(r) for r in incomplete],
         "over_long_rows": sum(r.over_long_rows for r in rows.reports),
         "broken_links": sum(r.broken_links for r in rows.reports),
@@ -145,4 +146,8 @@ def describe(record: Mapping[str, Any]) -> str:
         f"step {record['step']}: reward {shown}, {record['constant_groups']}/{record['groups']} groups constant, "
         f"rollouts {seconds['rollouts']:.1f} s, update {seconds['update']:.1f} s"
     )
+    if record["dropped"]:
+        text += ", calls left out: " + ", ".join(f"{n} {reason}" for reason, n in sorted(record["dropped"].items()))
+    if "images" in record["dropped"]:
+        text += " (this trainer reads token ids only; calls with images can't be trained)"
     return f"{text}, not updated: {record['skipped']}" if record["skipped"] else f"{text}, loss {record['loss']:.4f}"

@@ -109,6 +109,19 @@ def test_untrainable_and_undelivered_calls_are_context_only() -> None:
     }
 
 
+def test_calls_with_images_are_refused_and_named() -> None:
+    seen = call("b", 1, [1, 2, 7, 60, 60], [9], "a", images=["sha256:00"])
+    rows, report = build_rows(attempt(call("a", 0, [1, 2], [7]), seen), max_row_tokens=100)
+    assert [r.calls for r in rows] == [("a",)]
+    assert report.dropped == {"images": 1}
+
+
+def test_breaks_are_counted_by_reason() -> None:
+    broken = [call(str(i), i, [5 + i], [9], break_reason=r) for i, r in enumerate((None, "compaction", "compaction"))]
+    _, report = build_rows(attempt(*broken), max_row_tokens=100)
+    assert report.breaks == {"compaction": 2}
+
+
 def test_over_long_rows_are_dropped_but_shared_calls_are_trained_in_a_row_that_fits() -> None:
     long = call("b", 1, [1, 2, *range(10, 30)], [4], "a")
     rows, report = build_rows(
