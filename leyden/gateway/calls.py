@@ -11,7 +11,7 @@ from typing import Any, Literal
 import numpy as np
 
 from leyden.gateway.attempts import LiveAttempt
-from leyden.gateway.conversation import Link, Plan, link, request_keys
+from leyden.gateway.conversation import Link, Plan, request_keys
 from leyden.gateway.dialects.base import Answer, Choice, ModelRequest, TokenLogprob
 from leyden.gateway.engines.completions import EngineClient, EngineTimeout, EngineUnreachable
 from leyden.gateway.engines.integrity import Sample, empty_sample, read_sample
@@ -82,7 +82,7 @@ class CallMaker:
         engine_len, model_len = self.engines.max_model_len(), self.renderer.max_model_len
         limit = engine_len if engine_len is not None else model_len
         used = effective_sampling(live.info.sampling, request.max_tokens, len(prompt.ids), limit)
-        relation = link(prompt.plan, prompt.ids, prompt.reason)
+        relation = self.renderer.relate(prompt.plan, prompt.ids, prompt.reason)
         job = _Job(live, request, dialect, call_id, fingerprint, seq, started, prompt.plan, prompt, used, relation)
         try:
             async with asyncio.TaskGroup() as group:

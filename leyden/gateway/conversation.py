@@ -1,80 +1,57 @@
 """The calls of one attempt as a forest of conversations. Pure: plain values in, decisions out.
 
 A harness sends the whole conversation with every call. `Forest.plan` finds the recorded call that a request continues,
-by comparing canonical messages, so the next prompt can be the recorded tokens plus the encoding of the new messages.
-`link` then compares tokens: a call gets a parent only if its prompt extends the parent's prompt and response exactly;
-any other relation to an earlier call is a break, with a reason and the first token that differs.
+by comparing canonical messages (leyden.gateway.canonical), so the next prompt can be the recorded tokens plus the
+encoding of the new messages. `link` then compares tokens: a call gets a parent only if its prompt extends the parent's
+prompt and response exactly; any other relation to an earlier call is a break, with a reason and the first token that
+differs. Recorded ids are never changed.
 
-Two messages are the same when role and text are, for assistant turns stripped text and (name, parsed arguments) of the
-tool calls in order. Harnesses re-serialise arguments, rename call ids, drop empty content and reasoning: none of these
-count. Tool schemas are part of a conversation's identity, because templates print them into the prompt.
+Calls overlap: sub-agents share a key, clients repeat requests. Two calls that continue the same one are two branches
+of it. Of several answers with the same text, an echo continues one that nobody continues yet: a call that is being
+made holds the one that it continues (`Forest.reserve`).
 """
 
 from __future__ import annotations
 
-import hashlib
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
-import numpy.typing as npt
-import orjson
 
-Ids = npt.NDArray[np.int32]
-Message = dict[str, Any]
+from leyden.gateway.canonical import Keys, Message, extended, plain_text, request_keys
+from leyden.gateway.tokens import Ids
+
+__all__ = ["Forest", "Ids", "Keys", "Link", "Message", "Node", "Plan", "common_prefix", "link", "request_keys"]
 
 BREAK_TOOLS = "tools_changed"
 BREAK_HISTORY = "history_rewritten"
 BREAK_NO_NEW = "no_new_message"
+BREAK_COMPACTION = "compaction"
 BREAK_REASONING = "template_dropped_reasoning"
+BREAK_TEMPLATE = "template_rewrote_history"
+BREAK_OPEN_REASONING = "reasoning_unclosed"
 BREAK_FAMILY = "unknown_family"
 BREAK_TRUNCATED = "truncated"
+BREAK_RETOKENISED = "retokenised"
 BREAK_TOKENS = "tokens_differ"
 
-
-def parse_arguments(text: Any) -> Any:
-    """Tool arguments as a value: parsed JSON, {} for nothing, the text itself when it isn't JSON."""
-    if not isinstance(text, str):
-        return {} if text is None else text
-    if not text.strip():
-        return {}
-    try:
-        return orjson.loads(text)
-    except orjson.JSONDecodeError:
-        return text
-
-
-def canonical(message: Message) -> bytes:
-    """The identity of a message, as bytes."""
-    role = message["role"]
-    text = message.get("content") or ""
-    if role == "assistant":
-        calls = [
-            [call["function"].get("name"), parse_arguments(call["function"].get("arguments"))]
-            for call in message.get("tool_calls") or []
-        ]
-        value: list[Any] = [role, text.strip(), calls]
-    else:
-        value = [role, text, message.get("name")]
-    return orjson.dumps(value, option=orjson.OPT_SORT_KEYS)
-
-
-def _reasoning(message: Message) -> str:
-    return (message.get("reasoning_content") or "").strip()
-
-
-def _chain(start: bytes, parts: Sequence[bytes]) -> list[bytes]:
-    """Keys of every prefix of `parts`: the first is of none of them, the last of all."""
-    keys = [hashlib.blake2b(start, digest_size=16).digest()]
-    for part in parts:
-        keys.append(hashlib.blake2b(keys[-1] + part, digest_size=16).digest())
-    return keys
+CACHED_LEAVES = 8
+"""Conversations of an attempt whose tokens are kept in one piece; others are put together when they go on."""
+REMEMBERED_REQUESTS = 4
+"""Conversations of an attempt whose messages are kept to recognise them without hashing them again."""
+SUMMARY_CHARS = 80
+"""An answer of at least this length that comes back inside a new conversation's messages was its summary."""
+RAW_ANSWER: Message = {"role": "assistant", "content": ""}
+"""Stands for every answer to a prompt without messages: such calls are recognised by their tokens alone."""
+SUMMARY_CALLS = 16
+"""Calls among which a summary is looked for, newest first."""
 
 
 @dataclass(slots=True, eq=False)
 class Node:
-    """A recorded call: what it read, what it sampled, and the keys under which it is found."""
+    """A recorded call: what it read, what it sampled, and how it is recognised."""
 
     call_id: str
     seq: int
@@ -87,30 +64,37 @@ class Node:
     request_hashes: list[bytes]
     """Hashes of the request's messages as stored."""
     finish_reason: str
+    tools: bytes = b""
     delivered: bool = False
+    continued: int = 0
+    """Calls that continue this one, recorded or under way."""
+    thought: bool | None = None
+    """Whether prompt and response hold sampled reasoning; filled in by the renderer."""
+    _full: Ids | None = None
 
     def full(self) -> Ids:
         """Prompt and response."""
+        if self._full is not None:
+            return self._full
         pieces: list[Ids] = []
         node: Node | None = self
         keep: int | None = None
         while node is not None:
+            if node._full is not None:
+                pieces.append(node._full[:keep])
+                break
             own = np.concatenate([node.suffix, node.response])
             pieces.append(own if keep is None else own[: max(0, keep - node.base_len)])
             keep = node.base_len if keep is None else min(keep, node.base_len)
             node = node.base
         return np.concatenate(pieces[::-1])
 
+    @property
+    def prompt_len(self) -> int:
+        return self.base_len + len(self.suffix)
+
     def prompt(self) -> Ids:
-        return self.full()[: self.base_len + len(self.suffix)]
-
-
-@dataclass(frozen=True, slots=True)
-class Keys:
-    """Prefix keys of a request's messages, with and without its tools."""
-
-    strict: list[bytes]
-    loose: list[bytes]
+        return self.full()[: self.prompt_len]
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +102,8 @@ class Plan:
     """How to make a request's prompt.
 
     `extend`: the recorded tokens of `node`, then `messages[start:]`. `full`: render everything; when `node` is given,
-    the request continues that call but not token for token, and `reason` says why. `root`: a new conversation.
+    the request continues that call but not token for token, and `reason` says why. `root`: a new conversation; `near`
+    is an earlier call whose prompt begins alike, if there is one.
     """
 
     kind: Literal["extend", "full", "root"]
@@ -126,6 +111,7 @@ class Plan:
     node: Node | None = None
     start: int = 0
     reason: str | None = None
+    near: Node | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,10 +125,14 @@ class Link:
     break_index: int | None = None
 
 
-def request_keys(messages: Sequence[Message], tools: Sequence[dict[str, Any]] | None) -> Keys:
-    parts = [canonical(m) for m in messages]
-    identity = orjson.dumps(list(tools or []), option=orjson.OPT_SORT_KEYS)
-    return Keys(_chain(b"tools" + identity, parts), _chain(b"any tools", parts))
+@dataclass(slots=True)
+class Recent:
+    """A request of late, to recognise the next one of its conversation by comparison instead of by hashing."""
+
+    messages: list[Message]
+    tools: Sequence[dict[str, Any]] | None
+    keys: Keys
+    hashes: list[bytes]
 
 
 @dataclass(slots=True)
@@ -152,31 +142,88 @@ class Forest:
     nodes: dict[str, Node] = field(default_factory=dict)
     _answered: dict[bytes, list[Node]] = field(default_factory=dict)
     """By key of the request's messages and the answer."""
-    _answered_loose: dict[bytes, list[Node]] = field(default_factory=dict)
     _asked: dict[bytes, Node] = field(default_factory=dict)
-    """By key of the request's messages alone."""
+    """The first call, by tools and key of the request's messages."""
+    _leaves: deque[Node] = field(default_factory=deque)
+    """Nodes that keep their tokens in one piece."""
+    _recent: list[Recent] = field(default_factory=list)
+
+    def recall(self, messages: list[Message], tools: Sequence[dict[str, Any]] | None) -> tuple[Recent | None, int]:
+        """A recent request with the same tools, and how many of its messages `messages` begins with: the most."""
+        best, most = None, 0
+        for recent in self._recent:
+            if recent.tools != tools:
+                continue
+            same = len(recent.messages)
+            if recent.messages != messages[:same]:
+                pairs = zip(recent.messages, messages, strict=False)
+                same = next((i for i, (a, b) in enumerate(pairs) if a != b), min(same, len(messages)))
+            if same > most:
+                best, most = recent, same
+        return best, most
+
+    def remember(self, request: Recent) -> None:
+        """Keep a request for `recall`; it takes the place of the one that it goes on from."""
+        known, same = self.recall(request.messages, request.tools)
+        if known is not None and same == len(known.messages):
+            self._recent.remove(known)
+            # The equal messages of both are kept once.
+            request.messages = [*known.messages, *request.messages[same:]]
+        elif len(self._recent) >= REMEMBERED_REQUESTS:
+            self._recent.pop(0)
+        self._recent.append(request)
 
     def plan(self, messages: Sequence[Message], keys: Keys) -> Plan:
         """Find the longest recorded conversation that `messages` continues; `keys` are theirs (`request_keys`)."""
         count = len(messages)
+        other_tools: Node | None = None
         for end in range(count, 0, -1):
-            node = _best(self._answered.get(keys.strict[end], ()), messages[end - 1])
+            found = self._answered.get(keys.chain[end])
+            if found is None:
+                continue
+            node = _best([n for n in found if n.tools == keys.tools], messages[end - 1])
             if node is None:
+                other_tools = other_tools or _best(found, messages[end - 1])
                 continue
             if end == count:
                 return Plan("full", keys, node, reason=BREAK_NO_NEW)
             if any(m["role"] == "assistant" for m in messages[end:]):
                 return Plan("full", keys, node, reason=BREAK_HISTORY)
             return Plan("extend", keys, node, start=end)
+        if other_tools is not None:
+            return Plan("full", keys, other_tools, reason=BREAK_TOOLS)
         for end in range(count, 0, -1):
-            node = _best(self._answered_loose.get(keys.loose[end], ()), messages[end - 1])
+            node = self._asked.get(keys.tools + keys.chain[end])
             if node is not None:
-                return Plan("full", keys, node, reason=BREAK_TOOLS)
-        for end in range(count - 1, 0, -1):
-            node = self._asked.get(keys.strict[end])
-            if node is not None and messages[end]["role"] == "assistant":
-                return Plan("full", keys, node, reason=BREAK_HISTORY)
-        return Plan("root", keys)
+                # The same question again is a new sample; the same and something else means that the answer was
+                # replaced or left out.
+                return Plan("root", keys, near=node) if end == count else Plan("full", keys, node, reason=BREAK_HISTORY)
+        summary = self._summary_in(messages)
+        if summary is not None:
+            return Plan("full", keys, summary, reason=BREAK_COMPACTION)
+        return Plan("root", keys, near=next(reversed(self.nodes.values()), None))
+
+    def plan_tokens(self, prompt: Ids, keys: Keys) -> Plan:
+        """A plan for a prompt that the client gave as text or tokens: it continues the longest call that it extends."""
+        best: Node | None = None
+        for node in self._answered.get(extended(keys.chain[-1], RAW_ANSWER), ()):
+            whole = node.full()
+            longer = best is None or len(whole) > best.prompt_len + len(best.response)
+            if longer and len(whole) < len(prompt) and np.array_equal(prompt[: len(whole)], whole):
+                best = node
+        if best is not None:
+            return Plan("extend", keys, best)
+        return Plan("root", keys, near=next(reversed(self.nodes.values()), None))
+
+    def reserve(self, plan: Plan) -> None:
+        """Hold the call that a plan continues, until `release`. Calls that continue it are counted by `add`."""
+        if plan.node is not None:
+            plan.node.continued += 1
+
+    def release(self, plan: Plan) -> None:
+        """Let go of what `reserve` held: the call was added, or failed."""
+        if plan.node is not None:
+            plan.node.continued -= 1
 
     def add(
         self,
@@ -204,35 +251,58 @@ class Forest:
             answer=answer or {"role": "assistant", "content": ""},
             request_hashes=request_hashes,
             finish_reason=finish_reason,
+            tools=keys.tools,
             delivered=delivered,
         )
         self.nodes[call_id] = node
-        if answer is not None:
-            part = [canonical(answer)]
-            self._answered.setdefault(_extend(keys.strict[-1], part), []).append(node)
-            self._answered_loose.setdefault(_extend(keys.loose[-1], part), []).append(node)
-            self._asked.setdefault(keys.strict[-1], node)
+        if answer is None:
+            return node
+        if link_.base is not None and (link_.parent is not None or link_.break_reason is not None):
+            link_.base.continued += 1
+        said = answer if len(keys.chain) > 1 else RAW_ANSWER
+        self._answered.setdefault(extended(keys.chain[-1], said), []).append(node)
+        asked = keys.tools + keys.chain[-1]
+        first = self._asked.setdefault(asked, node)
+        if (seq, call_id) < (first.seq, first.call_id):
+            self._asked[asked] = node
+        self._cache(node, prompt)
         return node
 
+    def _cache(self, node: Node, prompt: Ids) -> None:
+        node._full = np.concatenate([prompt, node.response])
+        if node.parent is not None and node.parent._full is not None:
+            node.parent._full = None
+            self._leaves.remove(node.parent)
+        self._leaves.append(node)
+        if len(self._leaves) > CACHED_LEAVES:
+            self._leaves.popleft()._full = None
 
-def _extend(key: bytes, parts: Sequence[bytes]) -> bytes:
-    for part in parts:
-        key = hashlib.blake2b(key + part, digest_size=16).digest()
-    return key
+    def _summary_in(self, messages: Sequence[Message]) -> Node | None:
+        """The call whose answer, as it was, is part of one of `messages` that isn't an answer."""
+        texts = [plain_text(m.get("content")) or "" for m in messages if m["role"] in ("system", "user")]
+        for node in list(reversed(self.nodes.values()))[:SUMMARY_CALLS]:
+            said = (plain_text(node.answer.get("content")) or "").strip()
+            if len(said) >= SUMMARY_CHARS and any(said in text for text in texts):
+                return node
+        return None
+
+
+def _reasoning(message: Message) -> str:
+    return (message.get("reasoning_content") or "").strip()
 
 
 def _best(nodes: Sequence[Node], echoed: Message) -> Node | None:
     """The call whose answer `echoed` is. Reasoning is optional in an echo, but must be the call's own when given.
 
-    Siblings may have answered with the same text: the tool call ids of the echo tell them apart, else the one that was
-    delivered, and last, counts.
+    Siblings may have answered with the same text. The tool call ids of the echo tell them apart; else one that was
+    delivered counts before one that wasn't, one that nobody continues before others, and the last.
     """
     reasoning = _reasoning(echoed)
     ids = [c.get("id") for c in echoed.get("tool_calls") or []]
 
-    def rank(node: Node) -> tuple[bool, bool, int]:
+    def rank(node: Node) -> tuple[bool, bool, bool, int, str]:
         own = [c.get("id") for c in node.answer.get("tool_calls") or []]
-        return (bool(ids) and own == ids, node.delivered, node.seq)
+        return (bool(ids) and own == ids, node.delivered, not node.continued, node.seq, node.call_id)
 
     fitting = [n for n in nodes if not reasoning or _reasoning(n.answer) == reasoning]
     return max(fitting, key=rank, default=None)
@@ -251,11 +321,14 @@ def link(plan: Plan, prompt: Ids, reason: str | None) -> Link:
     `reason` says why the prompt was rendered in full, when it was; a full rendering that extends the recorded tokens
     all the same isn't a break.
     """
-    if plan.node is None:
+    earlier = plan.node or plan.near
+    if earlier is None:
         return Link()
-    before = plan.node.full()
+    before = earlier.full()
     same = common_prefix(prompt, before)
-    base = plan.node if same else None
+    base = earlier if same else None
+    if plan.node is None:
+        return Link(base, same)
     if same == len(before) and len(prompt) > same:
         return Link(base, same, parent=plan.node)
     return Link(base, same, break_reason=reason or BREAK_TOKENS, break_index=same)

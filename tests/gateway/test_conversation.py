@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from leyden.gateway.conversation import Forest, Message, Node, canonical, common_prefix, link, request_keys
+from leyden.gateway.canonical import Message, canonical, request_keys
+from leyden.gateway.conversation import Forest, Node, common_prefix, link
 
 TOOLS: list[dict[str, Any]] = [{"type": "function", "function": {"name": "f"}}]
 

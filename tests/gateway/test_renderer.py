@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from leyden.errors import PreflightError
-from leyden.gateway import chatml
-from leyden.gateway.conversation import Forest, link, request_keys
+from leyden.gateway.canonical import request_keys
+from leyden.gateway.conversation import Forest
 from leyden.gateway.renderer import ModelRenderer
 from tests.tiny import DEFAULT_SYSTEM, make_tiny_model
 
@@ -28,47 +28,56 @@ def parse(model: ModelRenderer, text: str, tools: Any = TOOLS, stop: str | None 
     return model.parse(np.asarray([1], np.int32), ids, tools, stop)
 
 
-def test_the_tiny_model_is_certified_chatml(model: ModelRenderer) -> None:
-    assert model.family == "chatml" and model.stop_token_ids == [2] and model.max_model_len == 2048
-    assert model.renderer.config.default_system == DEFAULT_SYSTEM
+def test_a_plain_template_is_continued_after_every_role(model: ModelRenderer) -> None:
+    assert model.family == "template" and model.stop_token_ids == [2] and model.max_model_len == 2048
+    assert model.known.roles == {"user", "tool", "system"} and not model.known.prints_tools
+    assert model.known.renderer.habits.default_system == DEFAULT_SYSTEM
     messages: Any = [{"role": "user", "content": "héllo 你🌍"}]
     want = model.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-    assert model.renderer.render_ids(messages, add_generation_prompt=True) == list(want)
+    assert model.full(messages, None).tolist() == list(want)
 
 
-def test_a_template_that_differs_anywhere_is_not_chatml(tmp_path: Path) -> None:
+def changed(tmp_path: Path, old: str, new: str) -> ModelRenderer:
+    folder = make_tiny_model(tmp_path)
+    template = folder / "chat_template.jinja"
+    assert old in template.read_text()
+    template.write_text(template.read_text().replace(old, new))
+    return ModelRenderer(folder)
+
+
+def test_templates_that_only_append_are_continued_whatever_they_look_like(tmp_path: Path) -> None:
     for i, (old, new) in enumerate(
         [
             ("message['content']", "message['content'] | trim"),
             ("'<|im_end|>' + '\n'", "'<|im_end|>'"),
-            ("{% if add_generation_prompt", "{% if tools %}tools{% endif %}{% if add_generation_prompt"),
+            ("<|im_start|>", "[[turn]] "),
         ]
     ):
-        folder = make_tiny_model(tmp_path / str(i))
-        template = folder / "chat_template.jinja"
-        text = template.read_text()
-        assert old in text
-        template.write_text(text.replace(old, new))
-        other = ModelRenderer(folder)
-        assert other.family == "default"
-        assert chatml.certify(other.tokenizer) is None
+        model = changed(tmp_path / str(i), old, new)
+        assert (model.family, model.known.roles) == ("template", {"user", "tool", "system"})
+
+
+def test_templates_that_change_what_was_said_are_not_continued(tmp_path: Path) -> None:
+    counted = changed(
+        tmp_path / "a", "{% for message in messages %}", "{{ messages | length }}{% for message in messages %}"
+    )
+    assert counted.family == "default" and not counted.known.roles
+    no_end = changed(tmp_path / "b", "<|im_end|>", "")
+    assert no_end.family == "default"
 
 
 def test_an_unknown_template_breaks_with_its_reason(tmp_path: Path) -> None:
-    folder = make_tiny_model(tmp_path / "m")
-    template = folder / "chat_template.jinja"
-    template.write_text(template.read_text().replace("message['content']", "message['content'] | trim"))
-    model, forest = ModelRenderer(folder), Forest()
+    model, forest = changed(tmp_path / "m", "<|im_end|>", "<|end|>"), Forest()
     first: Any = [{"role": "user", "content": "a"}]
     keys = request_keys(first, None)
     prompt = model.render(forest.plan(first, keys), first, None)
     odd = np.asarray([*[model.tokenizer.convert_tokens_to_ids(c) for c in "answer"], 2], np.int32)
     answer = model.parse(prompt.ids, odd, None, None).message()
     assert answer["content"] == "answer"
-    forest.add("c", 0, keys, link(prompt.plan, prompt.ids, prompt.reason), prompt.ids, odd, answer, "stop", [])
+    forest.add("c", 0, keys, model.relate(prompt.plan, prompt.ids, prompt.reason), prompt.ids, odd, answer, "stop", [])
     second = [*first, answer, {"role": "user", "content": "b"}]
     again = model.render(forest.plan(second, request_keys(second, None)), second, None)
-    relation = link(again.plan, again.ids, again.reason)
+    relation = model.relate(again.plan, again.ids, again.reason)
     assert relation.break_reason == "unknown_family" and relation.parent is None
     assert relation.break_index is not None and len(prompt.ids) <= relation.break_index < len(prompt.ids) + len(odd)
 
@@ -93,7 +102,7 @@ def test_reasoning_and_stop_strings(model: ModelRenderer) -> None:
 
 def test_tools_are_printed_into_the_system_message(model: ModelRenderer) -> None:
     messages: Any = [{"role": "user", "content": "a"}]
-    text = model.tokenizer.decode(model.renderer.render_ids(messages, tools=TOOLS))
+    text = model.tokenizer.decode(model.full(messages, TOOLS))
     assert text.startswith(f"<|im_start|>system\n{DEFAULT_SYSTEM}\n\n# Tools") and '"name": "add"' in text
 
 
