@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
 
 def gateway(
-    store: Annotated[Path, typer.Option(help="SQLite file; made when absent")] = Path("gateway.sqlite"),
+    store: Annotated[
+        str, typer.Option(help="SQLite file, made when absent; or postgresql://… for several gateways")
+    ] = "gateway.sqlite",
     model: Annotated[
         str, typer.Option(help="the served model, for its tokenizer: folder, Hugging Face id, or name")
     ] = "",
@@ -20,7 +21,11 @@ def gateway(
     keepalive_seconds: Annotated[float, typer.Option(min=0.1)] = 10,
     replay_grace_seconds: Annotated[float, typer.Option(min=0)] = 10,
 ) -> None:
-    """Run the gateway alone. Keys: LEYDEN_ADMIN_KEY (else one is made beside the store), LEYDEN_ENGINE_KEY."""
+    """Run the gateway alone.
+
+    Keys: LEYDEN_ADMIN_KEY (else one is made and kept beside a SQLite store, or in leyden-gateway.key here with a
+    PostgreSQL one; gateways that share a store need the same), LEYDEN_ENGINE_KEY.
+    """
     from leyden.errors import ConfigError
     from leyden.gateway.app import run_gateway
     from leyden.gateway.options import GatewayOptions

@@ -13,7 +13,7 @@ import orjson
 from leyden.client import LeydenClient, Reader
 from leyden.errors import ConfigError, GatewayError
 from leyden.gateway.errors import Refused
-from leyden.gateway.store.sqlite import SqliteStore
+from leyden.gateway.store.base import Store, open_store
 from leyden.schema import RolloutDetail, RolloutPage, RolloutState, Trajectory
 
 T = TypeVar("T")
@@ -64,7 +64,7 @@ async def open_reader(run_dir: Path | None, gateway: str | None) -> AsyncIterato
                 return
     if not (run_dir / "store.sqlite").is_file():
         raise ConfigError(f"{run_dir} has no store.sqlite: no rollout was recorded there")
-    store = SqliteStore(run_dir / "store.sqlite")
+    store = open_store(run_dir / "store.sqlite")
     try:
         yield StoreReader(store)
     finally:
@@ -74,7 +74,7 @@ async def open_reader(run_dir: Path | None, gateway: str | None) -> AsyncIterato
 class StoreReader:
     """The same answers from a store that no gateway has open."""
 
-    def __init__(self, store: SqliteStore) -> None:
+    def __init__(self, store: Store) -> None:
         self._store = store
 
     async def page(

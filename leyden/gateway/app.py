@@ -21,6 +21,7 @@ from leyden.gateway.agent import PREFIXES, AgentApp
 from leyden.gateway.delivery import Receive, Send, send_json
 from leyden.gateway.options import GatewayOptions, admin_key, bind
 from leyden.gateway.service import Gateway
+from leyden.gateway.store.address import shown
 
 SHUTDOWN_SECONDS = 3
 """How long running requests may go on when the gateway is asked to stop. What was acknowledged is on disk already."""
@@ -136,7 +137,7 @@ def run_gateway(options: GatewayOptions) -> int:
 
             for number in (signal.SIGINT, signal.SIGTERM):
                 asyncio.get_running_loop().add_signal_handler(number, stop)
-            print(f"Leyden gateway at {url}, store {options.store}", flush=True)
+            print(f"Leyden gateway at {url}, store {shown(options.store)}", flush=True)
             if options.ready_file is not None:
                 text = json.dumps({"url": url, "pid": os.getpid()})
                 part = options.ready_file.with_name(options.ready_file.name + ".part")

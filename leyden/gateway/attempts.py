@@ -14,6 +14,7 @@ import numpy as np
 
 from leyden.gateway.conversation import Forest, Link, request_keys
 from leyden.gateway.dialects.base import Answer
+from leyden.gateway.errors import NotFound
 from leyden.gateway.lifecycle import Phase
 from leyden.gateway.renderer import ModelRenderer
 from leyden.gateway.store.base import Store
@@ -33,6 +34,8 @@ class Call:
     created: int
     task: asyncio.Task[Answer]
     expiry: asyncio.TimerHandle | None = None
+    recorded_at: float | None = None
+    """When it was recorded, if it comes from the store: by this gateway before a restart, or by another one."""
 
     def failed(self) -> bool:
         return self.task.done() and (self.task.cancelled() or self.task.exception() is not None)
@@ -46,11 +49,21 @@ class LiveAttempt:
     forest: Forest = field(default_factory=Forest)
     raw_hashes: dict[str, bytes] = field(default_factory=dict)
     """By call: the hashes of its request body, of which a later call stores only what is new."""
+    seen: int = 0
+    """Ordinal up to which the attempt's recorded calls are here."""
     next_seq: int = 0
     phase: Phase = Phase.AGENT
     calls: set[Call] = field(default_factory=set)
     orphans: dict[bytes, list[Call]] = field(default_factory=dict)
     used: float = field(default_factory=time.monotonic)
+    loading: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    def recorded(self, call_id: str, seq: int, first: int, last: int, raw_hashes: bytes) -> None:
+        """Note where this gateway's own call was put."""
+        self.raw_hashes[call_id] = raw_hashes
+        self.next_seq = max(self.next_seq, seq + 1)
+        if first == self.seen + 1:
+            self.seen = last
 
     def take_seq(self) -> int:
         self.next_seq += 1
@@ -121,6 +134,8 @@ class LiveAttempts:
         self._revive = revive
         self._live: dict[tuple[str, str], LiveAttempt] = {}
         self._loading: dict[tuple[str, str], asyncio.Task[LiveAttempt]] = {}
+        self._left: dict[tuple[str, str], Phase] = {}
+        """Attempts that left their agent phase while they were being loaded."""
 
     def __len__(self) -> int:
         return len(self._live)
@@ -139,30 +154,61 @@ class LiveAttempts:
             loading = self._loading.get(key)
             if loading is None:
                 loading = self._loading[key] = asyncio.create_task(self._load(rollout_id, attempt_id))
-                loading.add_done_callback(lambda _: self._loading.pop(key, None))
+                loading.add_done_callback(lambda _: self._forget_loading(key))
             live = await asyncio.shield(loading)
+        elif self._store.shared:
+            await self._load_new(live)
         live.used = time.monotonic()
         return live
+
+    def _forget_loading(self, key: tuple[str, str]) -> None:
+        self._loading.pop(key, None)
+        self._left.pop(key, None)
 
     async def _load(self, rollout_id: str, attempt_id: str) -> LiveAttempt:
         info = await self._store.attempt_info(rollout_id, attempt_id)
         live = LiveAttempt(info, phase=info.phase)
         if info.phase is Phase.AGENT:
-            stored = await self._store.attempt_calls(rollout_id, attempt_id)
-            live.forest = await self._renderer.run(lambda: rebuild(stored))
-            live.raw_hashes = {c.call_id: c.raw_hashes for c in stored}
-            live.next_seq = max((c.seq for c in stored), default=-1) + 1
-            for call in stored:
-                if not call.delivered and call.untrainable is None:
-                    self._revive(live, call)
+            await self._load_new(live)
+            live.phase = self._left.pop((rollout_id, attempt_id), live.phase)
+        if live.phase is Phase.AGENT:
             self._live[rollout_id, attempt_id] = live
         return live
 
+    async def _load_new(self, live: LiveAttempt) -> None:
+        """Take in the calls that were recorded since the last time, by whichever gateway."""
+        async with live.loading:
+            stored = await self._store.attempt_calls(live.info.rollout_id, live.info.attempt_id, after=live.seen)
+            if not stored:
+                return
+            own = {c.call_id for c in live.calls}
+            new = [c for c in stored if c.call_id.partition("-")[0] not in own and c.call_id not in live.forest.nodes]
+            await self._renderer.run(lambda: grow(live.forest, new))
+            live.raw_hashes.update((c.call_id, c.raw_hashes) for c in new)
+            live.seen = max(c.ordinal for c in stored)
+            live.next_seq = max(live.next_seq, max(c.seq for c in stored) + 1)
+            for call in new:
+                if not call.delivered and call.untrainable is None:
+                    self._revive(live, call)
+
     def leave(self, rollout_id: str, attempt_id: str, phase: Phase) -> None:
         """Note that an attempt left its agent phase."""
-        live = self._live.pop((rollout_id, attempt_id), None)
+        key = (rollout_id, attempt_id)
+        if key in self._loading:
+            self._left[key] = phase
+        live = self._live.pop(key, None)
         if live is not None:
             live.leave(phase)
+
+    async def check(self) -> None:
+        """Ask the store which attempts are still in their agent phase, after news may have been missed."""
+        for rollout_id, attempt_id in list(self._live):
+            try:
+                phase = (await self._store.attempt_info(rollout_id, attempt_id)).phase
+            except NotFound:
+                phase = Phase.ENDED
+            if phase is not Phase.AGENT:
+                self.leave(rollout_id, attempt_id, phase)
 
     def drop_idle(self) -> None:
         limit = time.monotonic() - IDLE_SECONDS
@@ -171,9 +217,8 @@ class LiveAttempts:
                 del self._live[key]
 
 
-def rebuild(stored: list[StoredCall]) -> Forest:
-    """The forest of an attempt from its recorded calls."""
-    forest = Forest()
+def grow(forest: Forest, stored: list[StoredCall]) -> None:
+    """Add recorded calls to the forest of their attempt."""
     left = {c.call_id: c for c in stored}
     order: list[StoredCall] = []
 
@@ -202,4 +247,3 @@ def rebuild(stored: list[StoredCall]) -> Forest:
             [message_ref(m).hash for m in call.messages],
             delivered=call.delivered,
         )
-    return forest

@@ -200,7 +200,7 @@ class CallMaker:
                 self._warn(job, sample.untrainable)
             commits.append(job.commit(_sibling_id(job.call_id, i), sample, said, engine, refs, raw, ended))
         recorded = await self.store.commit_calls(commits)
-        job.live.raw_hashes[job.call_id] = raw.hashes()
+        job.live.recorded(job.call_id, recorded.seq, recorded.first, recorded.last, raw.hashes())
         hashes = [r.hash for r in refs]
         if job.relation.parent is not None:
             job.relation.parent.delivered = True

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from leyden.errors import PreflightError
+from leyden.gateway.store.address import StoreAddress, is_postgres
 
 ADMIN_KEY_VARIABLE = "LEYDEN_ADMIN_KEY"
 ENGINE_KEY_VARIABLE = "LEYDEN_ENGINE_KEY"
@@ -17,9 +18,10 @@ ENGINE_KEY_VARIABLE = "LEYDEN_ENGINE_KEY"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatewayOptions:
-    """`admin_key` None takes LEYDEN_ADMIN_KEY, else a key file beside the store. `port` 0 picks a free one."""
+    """`admin_key` None takes LEYDEN_ADMIN_KEY, else a key file: beside a SQLite store, in the working directory with a
+    PostgreSQL one. `port` 0 picks a free one."""
 
-    store: Path
+    store: StoreAddress
     model_folder: Path
     model_name: str
     host: str = "127.0.0.1"
@@ -60,7 +62,7 @@ def admin_key(options: GatewayOptions) -> tuple[str, Path | None]:
             f"host {options.host} can be reached from other machines, so an admin key must be given: set "
             f"{ADMIN_KEY_VARIABLE}, or bind to 127.0.0.1"
         )
-    path = options.store.with_name(options.store.name + ".key")
+    path = Path("leyden-gateway.key") if is_postgres(options.store) else Path(f"{options.store}.key")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists():

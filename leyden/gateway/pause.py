@@ -24,11 +24,13 @@ class Pause:
         """Calls that an engine is working on."""
 
     async def load(self) -> None:
-        """Take up a pause that was in force when the gateway stopped."""
+        """Take up what the store says: a pause from before a restart, or what another gateway was told."""
         saved = await self._store.get_meta(_META)
+        self._request = None
         if saved is not None and saved["expires"] > time.time():
             self._request = PauseRequest.model_validate(saved["request"])
             self._expires = saved["expires"]
+        self._changed.notify()
 
     def _active(self) -> PauseRequest | None:
         if self._request is not None and self._expires <= time.time():

@@ -24,9 +24,8 @@ from leyden.gateway.options import GatewayOptions, engine_key
 from leyden.gateway.pause import Pause
 from leyden.gateway.renderer import ModelRenderer
 from leyden.gateway.signals import Signal, wait_until
-from leyden.gateway.store.base import Store
+from leyden.gateway.store.base import Store, open_store
 from leyden.gateway.store.records import Changed, Ended, KeyOwner, StoredCall
-from leyden.gateway.store.sqlite import SqliteStore
 from leyden.schema import (
     TERMINAL_STATES,
     Claim,
@@ -44,6 +43,8 @@ log = logging.getLogger("leyden.gateway")
 
 MAX_CALLS = 8192
 """Calls held at once. Each costs a connection and its request in memory."""
+DELIVERY_SECONDS = 0.5
+"""How long after its recording an answer of another gateway may still be on its way to the client there."""
 SWEEP_SECONDS = 0.5
 LAG_SECONDS = 0.1
 
@@ -85,7 +86,7 @@ class Gateway:
         Raises:
             PreflightError: with one sentence.
         """
-        store = await asyncio.to_thread(SqliteStore, options.store)
+        store = await asyncio.to_thread(open_store, options.store)
         try:
             renderer = await asyncio.to_thread(ModelRenderer, options.model_folder)
             gateway = cls(options, store, renderer, key)
@@ -95,7 +96,7 @@ class Gateway:
         except BaseException:
             store.close()
             raise
-        for work in (gateway._sweep(), gateway._measure_lag()):
+        for work in (gateway._sweep(), gateway._measure_lag(), gateway._follow()):
             task = asyncio.create_task(work)
             task.add_done_callback(gateway._background_ended)
             gateway._background.append(task)
@@ -112,7 +113,7 @@ class Gateway:
         await asyncio.to_thread(self.store.close)
 
     def _background_ended(self, task: asyncio.Task[None]) -> None:
-        if not task.cancelled():
+        if not task.cancelled() and task.exception() is not None:
             self.fault = f"background work ended: {task.exception()!r}"
             log.critical("%s; restart the gateway", self.fault)
 
@@ -246,17 +247,17 @@ class Gateway:
         """How many tokens the prompt of this request has. Nothing is recorded."""
         return len((await self._maker.prompt(live, request)).ids)
 
-    def begin_call(self, live: LiveAttempt, request: ModelRequest, dialect: str, fingerprint: bytes) -> Call:
+    async def begin_call(self, live: LiveAttempt, request: ModelRequest, dialect: str, fingerprint: bytes) -> Call:
         """Start a call, or take over the one that an identical request left behind.
 
         Raises:
             Refused: too many calls are under way.
         """
         self.counters.requests += 1
-        left_behind = live.take_over(fingerprint)
-        if left_behind is not None:
-            self.counters.replayed += 1
-            return left_behind
+        while (left_behind := live.take_over(fingerprint)) is not None:
+            if await self._is_left_behind(live, left_behind):
+                self.counters.replayed += 1
+                return left_behind
         if sum(len(a.calls) for a in self.live.all()) >= MAX_CALLS:
             raise Refused(f"the gateway already holds {MAX_CALLS} calls; try again later", status=503)
         call_id = uuid.uuid4().hex
@@ -265,6 +266,19 @@ class Gateway:
         call = Call(call_id, fingerprint, int(time.time()), task)
         live.calls.add(call)
         return call
+
+    async def _is_left_behind(self, live: LiveAttempt, call: Call) -> bool:
+        """Whether nobody got this call's answer elsewhere. One that another gateway recorded may be on its way there."""
+        if not self.store.shared or not call.task.done():
+            return True
+        if call.recorded_at is not None:
+            await asyncio.sleep(call.recorded_at + DELIVERY_SECONDS - time.time())
+        if not await self.store.is_delivered(call.call_id):
+            return True
+        if call.call_id in live.forest.nodes:
+            live.forest.nodes[call.call_id].delivered = True
+        live.drop(call)
+        return False
 
     def abandon(self, live: LiveAttempt, call: Call) -> None:
         """The client went away: keep the call for a while, in case it comes back for it."""
@@ -288,7 +302,7 @@ class Gateway:
             log.error("call %s was delivered but couldn't be marked so: %s", call.call_id, e.message)
 
     def _revive(self, live: LiveAttempt, stored: StoredCall) -> None:
-        """After a restart, let a client that never got this answer fetch it by asking again."""
+        """Let a client that never got this recorded answer fetch it by asking again, after a restart or elsewhere."""
         if stored.response is None or stored.requested.get("n", 1) != 1:
             return
         said = stored.response
@@ -311,7 +325,13 @@ class Gateway:
         async def known() -> Answer:
             return answer
 
-        call = Call(stored.call_id, stored.fingerprint, answer.created, asyncio.create_task(known()))
+        call = Call(
+            stored.call_id,
+            stored.fingerprint,
+            answer.created,
+            asyncio.create_task(known()),
+            recorded_at=min(stored.ended_at, time.time()),
+        )
         live.calls.add(call)
         self.abandon(live, call)
 
@@ -328,6 +348,31 @@ class Gateway:
             except StoreUnavailable as e:
                 log.error("can't end expired attempts: %s", e.message)
             self.live.drop_idle()
+
+    async def _follow(self) -> None:
+        """Do here what other gateways on the same store changed."""
+        async for note in self.store.notes():
+            try:
+                await self._take_in(note)
+            except StoreUnavailable as e:
+                log.error("can't follow what other gateways changed: %s", e.message)
+
+    async def _take_in(self, note: list[str]) -> None:
+        """Act on a note of `Store.notes`; the empty one may stand for any."""
+        match note:
+            case ["left", rollout_id, attempt_id, phase]:
+                self.live.leave(rollout_id, attempt_id, Phase(phase))
+            case []:
+                await self.live.check()
+        what = note[0] if note else None
+        if what in (None, "queue"):
+            self._queue.notify()
+        if what in (None, "terminal"):
+            self._terminal.notify()
+        if what in (None, "models"):
+            self.engines.set(await self.store.models())
+        if what in (None, "meta"):
+            await self.pause.load()
 
     async def _measure_lag(self) -> None:
         """How late the event loop runs what is due: the worst of the last few seconds, decaying."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,8 +17,10 @@ from leyden.client import LeydenClient
 from leyden.gateway.app import running_gateway
 from leyden.gateway.options import GatewayOptions
 from leyden.gateway.service import Gateway
+from leyden.gateway.store.address import StoreAddress
 from leyden.schema import AgentSpec, Claim, ClaimRequest, EngineModel, GraderSpec, RolloutConfig, RolloutCreate
 from tests.gateway.scripted_engine import ScriptedEngine
+from tests.postgres import postgres_server
 from tests.tiny import make_tiny_model
 
 ADMIN = "admin-key-of-the-tests"
@@ -68,7 +70,7 @@ class World:
 
 @asynccontextmanager
 async def make_world(
-    store: Path, model: Path, tokenizer: Any, engine: bool = True, **options: Any
+    store: StoreAddress, model: Path, tokenizer: Any, engine: bool = True, **options: Any
 ) -> AsyncIterator[World]:
     settings: dict[str, Any] = {
         "store": store,
@@ -95,15 +97,46 @@ async def make_world(
         yield World(gateway, url, admin, scripted, http, opts)
 
 
+async def everything_stored(world: World) -> bytes:
+    """All that the store holds, as bytes in which a secret could be found."""
+    if isinstance(world.options.store, Path):
+        return b"".join(p.read_bytes() for p in world.options.store.parent.glob("store.db*"))
+
+    def dump(db: Any) -> bytes:
+        tables = [r[0] for r in db.execute("SELECT tablename FROM pg_tables WHERE schemaname = 'public'")]
+        assert "calls" in tables
+        rows = [r[0] for t in tables for r in db.execute(f"SELECT t::text FROM {t} t").fetchall()]
+        return "\n".join(rows).encode()
+
+    return await world.gateway.store.db.read(dump)
+
+
 MakeWorld = Callable[..., Any]
 
 
+@pytest.fixture(scope="session")
+def new_database(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[], str]]:
+    """Makes empty databases on a PostgreSQL server of this test process."""
+    with postgres_server(tmp_path_factory.mktemp("postgres")) as make:
+        yield make
+
+
+@pytest.fixture(params=["sqlite", "postgres"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> StoreAddress:
+    """Where the test's gateways keep what they record: every test runs on both kinds."""
+    return tmp_path / "store.db" if request.param == "sqlite" else request.getfixturevalue("new_database")()
+
+
+on_sqlite = pytest.mark.parametrize("store", ["sqlite"], indirect=True)
+"""For tests of what only one of the stores has."""
+
+
 @pytest.fixture
-def world_maker(tmp_path: Path, model_folder: Path, tokenizer: Any) -> MakeWorld:
+def world_maker(store: StoreAddress, model_folder: Path, tokenizer: Any) -> MakeWorld:
     """Opens gateways with options of the test's, on the same store each time."""
 
     def make(**options: Any) -> Any:
-        return make_world(options.pop("store", tmp_path / "store.db"), model_folder, tokenizer, **options)
+        return make_world(options.pop("store", store), model_folder, tokenizer, **options)
 
     return make
 

@@ -23,7 +23,7 @@ from leyden.schema import (
     RolloutState,
     StatusPatch,
 )
-from tests.gateway.conftest import MakeWorld, World
+from tests.gateway.conftest import MakeWorld, World, everything_stored
 from tests.gateway.scripted_engine import Reply
 
 USER: Any = [{"role": "user", "content": "Hello"}]
@@ -278,7 +278,7 @@ async def test_keys_never_reach_the_engine_and_proxies_are_ignored(
         assert (await world.chat(claim.agent_key, BODY))[0] == 200
         sent = str(world.engine.headers) + str(world.engine.requests)
         assert claim.agent_key not in sent and "Bearer engine-secret" in sent
-        stored = b"".join(p.read_bytes() for p in world.options.store.parent.glob("store.db*"))
+        stored = await everything_stored(world)
         assert claim.agent_key.encode() not in stored and b"admin-key-of" not in stored
 
 

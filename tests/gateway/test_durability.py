@@ -22,8 +22,8 @@ import pytest
 from leyden.client import LeydenClient
 from leyden.errors import GatewayError, PreflightError
 from leyden.gateway.options import GatewayOptions, admin_key, bind
+from leyden.gateway.store.base import open_store
 from leyden.gateway.store.ddl import MIGRATIONS
-from leyden.gateway.store.sqlite import SqliteStore
 from leyden.schema import (
     ClaimRequest,
     EngineModel,
@@ -34,7 +34,7 @@ from leyden.schema import (
     RolloutCreate,
     RolloutState,
 )
-from tests.gateway.conftest import ADMIN, MakeWorld, World
+from tests.gateway.conftest import ADMIN, MakeWorld, World, on_sqlite
 from tests.gateway.scripted_engine import Reply, ScriptedEngine
 
 BODY: dict[str, Any] = {"messages": [{"role": "user", "content": "x"}]}
@@ -129,11 +129,10 @@ async def test_a_restart_continues_conversations_and_replays_answers(world_maker
         await world.chat(claim.agent_key, BODY)
         before = (await world.admin.trajectory(claim.rollout.rollout_id)).calls
         await world.admin.pause(PauseRequest(owner="t", lease_seconds=60))
-    # As after a kill between the recording of an answer and its delivery.
-    with sqlite3.connect(world.options.store) as db:
-        db.execute("UPDATE calls SET delivered = 0")
-        db.execute("UPDATE attempts SET delivered = 0")
-    db.close()
+        # As after a kill between the recording of an answer and its delivery.
+        store = world.gateway.store
+        await store.db.write(lambda db: db.execute("UPDATE calls SET delivered = 0"))
+        await store.db.write(lambda db: db.execute("UPDATE attempts SET delivered = 0"))
     async with world_maker(replay_grace_seconds=5) as world:
         assert (await world.admin.proxy_state()).owner == "t"
         status, body = await world.chat(claim.agent_key, BODY)  # answered from the record, although paused
@@ -155,18 +154,17 @@ async def test_a_continuation_proves_that_an_answer_arrived(world: World) -> Non
     world.engine.say("first")
     await world.chat(claim.agent_key, BODY)
     store = world.gateway.store
-    assert isinstance(store, SqliteStore)
     await store.db.write(lambda db: db.execute("UPDATE calls SET delivered = 0"))
     messages = [*BODY["messages"], {"role": "assistant", "content": "first"}, {"role": "user", "content": "y"}]
     await world.chat(claim.agent_key, {"messages": messages})
     assert [c.delivered for c in (await world.admin.trajectory(claim.rollout.rollout_id)).calls] == [True, True]
 
 
+@on_sqlite
 async def test_a_full_disk_refuses_keeps_and_recovers(world: World) -> None:
     claim = await world.claim()
     assert (await world.chat(claim.agent_key, BODY))[0] == 200
     store = world.gateway.store
-    assert isinstance(store, SqliteStore)
 
     def fill(db: sqlite3.Connection) -> None:
         pages = db.execute("PRAGMA page_count").fetchone()[0]
@@ -209,7 +207,6 @@ async def test_a_conversation_costs_what_is_new_in_it(world: World) -> None:
         return [tuple(r) for r in rows]
 
     store = world.gateway.store
-    assert isinstance(store, SqliteStore)
     tokens, hashes = zip(*(await store.db.read(sizes))[1:], strict=True)
     assert max(tokens) - min(tokens) < 40 and set(hashes) == {32}
     last = (await world.admin.trajectory(claim.rollout.rollout_id, content=True)).calls[-1]
@@ -236,24 +233,24 @@ def test_what_refuses_to_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         taken.listen()
         with pytest.raises(PreflightError, match="can't listen on"):
             bind("127.0.0.1", taken.getsockname()[1])
-    store = SqliteStore(tmp_path / "s.db")
+    store = open_store(tmp_path / "s.db")
     try:
         with pytest.raises(PreflightError, match="in use by another gateway"):
-            SqliteStore(tmp_path / "s.db")
+            open_store(tmp_path / "s.db")
     finally:
         store.close()
     (tmp_path / "file").write_text("")
     with pytest.raises(PreflightError, match="can't write the store"):
-        SqliteStore(tmp_path / "file" / "s.db")
+        open_store(tmp_path / "file" / "s.db")
     (tmp_path / "junk.db").write_bytes(b"not a database" * 100)
     with pytest.raises(PreflightError, match="can't open the store"):
-        SqliteStore(tmp_path / "junk.db")
+        open_store(tmp_path / "junk.db")
 
 
 def test_a_store_of_a_newer_schema_is_refused(tmp_path: Path) -> None:
-    SqliteStore(tmp_path / "s.db").close()
+    open_store(tmp_path / "s.db").close()
     with sqlite3.connect(tmp_path / "s.db") as db:
         db.execute("INSERT INTO migrations VALUES (?, 0)", (len(MIGRATIONS) + 1,))
     db.close()
     with pytest.raises(PreflightError, match="newer Leyden"):
-        SqliteStore(tmp_path / "s.db")
+        open_store(tmp_path / "s.db")

@@ -1,1 +1,1 @@
-"""Durable state: what was acknowledged survives a kill. `base.Store` is the interface, `sqlite` the default."""
+"""Durable state: what was acknowledged survives a kill. `base.open_store` opens it."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sqlite3
 import time
 
 from leyden.gateway import keys
@@ -19,6 +18,7 @@ from leyden.gateway.lifecycle import (
     settle,
 )
 from leyden.gateway.store import rollouts
+from leyden.gateway.store.connection import Connection, Row
 from leyden.gateway.store.records import AttemptInfo, Changed, Ended, KeyOwner, Late
 from leyden.schema import (
     AttemptRef,
@@ -34,11 +34,16 @@ from leyden.schema import (
     StatusPatch,
 )
 
+MAX_EXPIRED = 100
+"""Attempts ended by one sweep; the next one comes soon."""
+_OPEN = "SELECT a.*, r.config FROM rollouts r JOIN attempts a ON a.rollout_id = r.rollout_id WHERE a.ended_at IS NULL"
 
-def attempt_row(db: sqlite3.Connection, rollout_id: str, attempt_id: str) -> sqlite3.Row:
+
+def attempt_row(db: Connection, rollout_id: str, attempt_id: str, *, lock: bool = True) -> Row:
+    """An attempt with its rollout's config. In a write, nobody else changes either until it is done."""
     row = db.execute(
-        "SELECT a.*, r.config, r.is_train, r.run FROM attempts a JOIN rollouts r USING (rollout_id)"
-        " WHERE a.rollout_id = ? AND a.attempt_id = ?",
+        "SELECT a.*, r.config, r.is_train, r.run FROM rollouts r JOIN attempts a ON a.rollout_id = r.rollout_id"
+        f" WHERE a.rollout_id = ? AND a.attempt_id = ?{db.FOR_UPDATE if lock else ''}",
         (rollout_id, attempt_id),
     ).fetchone()
     if row is None:
@@ -47,8 +52,8 @@ def attempt_row(db: sqlite3.Connection, rollout_id: str, attempt_id: str) -> sql
     return row
 
 
-def info(db: sqlite3.Connection, rollout_id: str, attempt_id: str) -> AttemptInfo:
-    row = attempt_row(db, rollout_id, attempt_id)
+def info(db: Connection, rollout_id: str, attempt_id: str) -> AttemptInfo:
+    row = attempt_row(db, rollout_id, attempt_id, lock=False)
     config = RolloutConfig.model_validate_json(row["config"])
     return AttemptInfo(
         rollout_id=rollout_id,
@@ -62,7 +67,7 @@ def info(db: sqlite3.Connection, rollout_id: str, attempt_id: str) -> AttemptInf
     )
 
 
-def owner_of(db: sqlite3.Connection, key_hash: bytes) -> KeyOwner | None:
+def owner_of(db: Connection, key_hash: bytes) -> KeyOwner | None:
     row = db.execute("SELECT * FROM keys WHERE hash = ?", (key_hash,)).fetchone()
     if row is None or not keys.same(row["hash"], key_hash):
         return None
@@ -70,7 +75,7 @@ def owner_of(db: sqlite3.Connection, key_hash: bytes) -> KeyOwner | None:
     return KeyOwner(row["kind"], attempt.rollout_id, attempt.attempt_id, attempt.phase, attempt.has_grader)
 
 
-def count_late(db: sqlite3.Connection, rollout_id: str, attempt_id: str) -> None:
+def count_late(db: Connection, rollout_id: str, attempt_id: str) -> None:
     db.execute(
         "UPDATE attempts SET late_writes = late_writes + 1 WHERE rollout_id = ? AND attempt_id = ?",
         (rollout_id, attempt_id),
@@ -78,7 +83,7 @@ def count_late(db: sqlite3.Connection, rollout_id: str, attempt_id: str) -> None
 
 
 def start(
-    db: sqlite3.Connection,
+    db: Connection,
     rollout_id: str,
     attempt_id: str | None,
     controller_id: str | None,
@@ -88,22 +93,23 @@ def start(
     now = time.time()
     if attempt_id is None:
         attempt_id = str(db.execute("SELECT count(*) FROM attempts WHERE rollout_id = ?", (rollout_id,)).fetchone()[0])
-    try:
-        db.execute(
-            "INSERT INTO attempts (rollout_id, attempt_id, controller_id, phase, started_at, lease_seconds,"
-            " lease_expires_at) VALUES (?, ?, ?, ?, ?, ?, ?)",
-            (
-                rollout_id,
-                attempt_id,
-                controller_id,
-                Phase.AGENT,
-                now,
-                lease_seconds,
-                now + lease_seconds if lease_seconds else None,
-            ),
-        )
-    except sqlite3.IntegrityError:
-        raise Conflict(f"rollout {rollout_id} already had an attempt {attempt_id}") from None
+    if db.execute(
+        "SELECT 1 FROM attempts WHERE rollout_id = ? AND attempt_id = ?", (rollout_id, attempt_id)
+    ).fetchone():
+        raise Conflict(f"rollout {rollout_id} already had an attempt {attempt_id}")
+    db.execute(
+        "INSERT INTO attempts (rollout_id, attempt_id, controller_id, phase, started_at, lease_seconds,"
+        " lease_expires_at) VALUES (?, ?, ?, ?, ?, ?, ?)",
+        (
+            rollout_id,
+            attempt_id,
+            controller_id,
+            Phase.AGENT,
+            now,
+            lease_seconds,
+            now + lease_seconds if lease_seconds else None,
+        ),
+    )
     rollouts.set_state(
         db,
         rollout_id,
@@ -117,10 +123,11 @@ def start(
     return attempt_id
 
 
-def claim(db: sqlite3.Connection, request: ClaimRequest) -> list[Claim]:
+def claim(db: Connection, request: ClaimRequest) -> list[Claim]:
     """Lease the oldest queuing rollouts to a controller, each as a new attempt with new keys."""
     waiting = db.execute(
-        "SELECT rollout_id FROM rollouts WHERE state = ? ORDER BY seq LIMIT ?", (RolloutState.QUEUING, request.limit)
+        f"SELECT rollout_id FROM rollouts WHERE state = ? ORDER BY seq LIMIT ?{db.SKIP_LOCKED}",
+        (RolloutState.QUEUING, request.limit),
     ).fetchall()
     claims = []
     for (rollout_id,) in waiting:
@@ -132,15 +139,15 @@ def claim(db: sqlite3.Connection, request: ClaimRequest) -> list[Claim]:
     return claims
 
 
-def _new_key(db: sqlite3.Connection, kind: keys.KeyKind, rollout_id: str, attempt_id: str) -> str:
+def _new_key(db: Connection, kind: keys.KeyKind, rollout_id: str, attempt_id: str) -> str:
     key = keys.mint(kind)
     db.execute("INSERT INTO keys VALUES (?, ?, ?, ?)", (keys.digest(key), str(kind), rollout_id, attempt_id))
     return key
 
 
 def end(
-    db: sqlite3.Connection,
-    row: sqlite3.Row,
+    db: Connection,
+    row: Row,
     ending: Ending,
     *,
     state: RolloutState | None = None,
@@ -171,10 +178,11 @@ def end(
         state = next_state(ending.outcome, attempts, config.max_attempts)
     error = None if ending.outcome is Outcome.OK else ending.reason
     rollouts.set_state(db, rollout_id, state, outcome=str(ending.outcome), error_message=error)
+    db.notify("left", rollout_id, attempt_id, Phase.ENDED)
     return Ended(rollout_id, attempt_id, requeued=state is RolloutState.QUEUING)
 
 
-def _engine_failure(db: sqlite3.Connection, rollout_id: str, attempt_id: str) -> str | None:
+def _engine_failure(db: Connection, rollout_id: str, attempt_id: str) -> str | None:
     """What the attempt's last call says of its engine, when that gave no answer."""
     last = db.execute(
         "SELECT untrainable FROM calls WHERE rollout_id = ? AND attempt_id = ? ORDER BY seq DESC LIMIT 1",
@@ -183,7 +191,7 @@ def _engine_failure(db: sqlite3.Connection, rollout_id: str, attempt_id: str) ->
     return last[0] if last and (last[0] or "").startswith(ENGINE_FAILED) else None
 
 
-def report_outcome(db: sqlite3.Connection, rollout_id: str, attempt_id: str, report: OutcomeReport) -> Changed | Late:
+def report_outcome(db: Connection, rollout_id: str, attempt_id: str, report: OutcomeReport) -> Changed | Late:
     row = attempt_row(db, rollout_id, attempt_id)
     phase = Phase(row["phase"])
     if phase is Phase.ENDED and row["controller_id"] == report.controller_id and row["reported"] == report.outcome:
@@ -205,7 +213,7 @@ def report_outcome(db: sqlite3.Connection, rollout_id: str, attempt_id: str, rep
     return Changed(rollouts.to_rollout(rollouts.rollout_row(db, rollout_id)), [ended])
 
 
-def report_phase(db: sqlite3.Connection, rollout_id: str, attempt_id: str, report: PhaseReport) -> Late | None:
+def report_phase(db: Connection, rollout_id: str, attempt_id: str, report: PhaseReport) -> Late | None:
     row = attempt_row(db, rollout_id, attempt_id)
     try:
         check_holder(rollout_id, attempt_id, row["controller_id"], report.controller_id, Phase(row["phase"]))
@@ -215,11 +223,12 @@ def report_phase(db: sqlite3.Connection, rollout_id: str, attempt_id: str, repor
     db.execute(
         "UPDATE attempts SET phase = ? WHERE rollout_id = ? AND attempt_id = ?", (Phase.GRADING, rollout_id, attempt_id)
     )
+    db.notify("left", rollout_id, attempt_id, Phase.GRADING)
     return None
 
 
-def patch(db: sqlite3.Connection, rollout_id: str, status: StatusPatch) -> Changed:
-    row = rollouts.rollout_row(db, rollout_id)
+def patch(db: Connection, rollout_id: str, status: StatusPatch) -> Changed:
+    row = rollouts.rollout_row(db, rollout_id, lock=True)
     stored = Outcome(row["outcome"]) if row["outcome"] else None
     plan = plan_patch(rollout_id, RolloutState(row["state"]), status.state, status.outcome, stored)
     ended: list[Ended] = []
@@ -228,8 +237,7 @@ def patch(db: sqlite3.Connection, rollout_id: str, status: StatusPatch) -> Chang
     elif plan.end is not None and plan.outcome is not None:
         reason = status.error_message
         open_attempt = db.execute(
-            "SELECT a.*, r.config FROM attempts a JOIN rollouts r USING (rollout_id)"
-            " WHERE a.rollout_id = ? AND a.ended_at IS NULL",
+            f"{_OPEN} AND a.rollout_id = ?{db.FOR_UPDATE}",
             (rollout_id,),
         ).fetchone()
         if open_attempt is not None:
@@ -249,15 +257,18 @@ def patch(db: sqlite3.Connection, rollout_id: str, status: StatusPatch) -> Chang
     return Changed(rollouts.to_rollout(rollouts.rollout_row(db, rollout_id)), ended)
 
 
-def delete(db: sqlite3.Connection, rollout_id: str) -> list[Ended]:
+def delete(db: Connection, rollout_id: str) -> list[Ended]:
+    rollouts.rollout_row(db, rollout_id, lock=True)
     open_attempts = db.execute(
         "SELECT attempt_id FROM attempts WHERE rollout_id = ? AND ended_at IS NULL", (rollout_id,)
     ).fetchall()
     rollouts.delete(db, rollout_id)
+    for row in open_attempts:
+        db.notify("left", rollout_id, row[0], Phase.ENDED)
     return [Ended(rollout_id, r[0], requeued=False) for r in open_attempts]
 
 
-def heartbeat(db: sqlite3.Connection, beat: Heartbeat) -> HeartbeatReply:
+def heartbeat(db: Connection, beat: Heartbeat) -> HeartbeatReply:
     lost: list[AttemptRef] = []
     expires = time.time() + beat.lease_seconds
     for ref in beat.attempts:
@@ -271,19 +282,20 @@ def heartbeat(db: sqlite3.Connection, beat: Heartbeat) -> HeartbeatReply:
     return HeartbeatReply(lost=lost)
 
 
-_OPEN = "SELECT a.*, r.config FROM attempts a JOIN rollouts r USING (rollout_id) WHERE a.ended_at IS NULL"
-
-
-def release(db: sqlite3.Connection, controller_id: str) -> list[Ended]:
+def release(db: Connection, controller_id: str) -> list[Ended]:
     """End what an earlier process of this controller held."""
-    rows = db.execute(f"{_OPEN} AND a.controller_id = ?", (controller_id,)).fetchall()
+    rows = db.execute(f"{_OPEN} AND a.controller_id = ? ORDER BY r.seq{db.FOR_UPDATE}", (controller_id,)).fetchall()
     reason = f"controller {controller_id} restarted while it ran this attempt"
     return [end(db, row, Ending(Outcome.INFRA, reason)) for row in rows]
 
 
-def expire(db: sqlite3.Connection, now: float) -> list[Ended]:
-    """End attempts whose lease ran out."""
-    rows = db.execute(f"{_OPEN} AND a.lease_expires_at <= ?", (now,)).fetchall()
+def expire(db: Connection, now: float) -> list[Ended]:
+    """End attempts whose lease ran out. One gateway at a time does so."""
+    if not db.try_own("sweep"):
+        return []
+    rows = db.execute(
+        f"{_OPEN} AND a.lease_expires_at <= ? ORDER BY r.seq LIMIT ?{db.SKIP_LOCKED}", (now, MAX_EXPIRED)
+    ).fetchall()
     out = []
     for row in rows:
         who = name_attempt(row["rollout_id"], row["attempt_id"])
@@ -292,14 +304,14 @@ def expire(db: sqlite3.Connection, now: float) -> list[Ended]:
     return out
 
 
-def next_expiry(db: sqlite3.Connection) -> float | None:
+def next_expiry(db: Connection) -> float | None:
     return db.execute("SELECT min(lease_expires_at) FROM attempts WHERE ended_at IS NULL").fetchone()[0]
 
 
-def renew_all(db: sqlite3.Connection, now: float) -> None:
+def renew_all(db: Connection, now: float) -> None:
     """Give every lease its full length again, after a time in which no heartbeat could arrive."""
     db.execute(
-        "UPDATE attempts SET lease_expires_at = max(lease_expires_at, ? + lease_seconds)"
-        " WHERE ended_at IS NULL AND lease_expires_at IS NOT NULL",
-        (now,),
+        "UPDATE attempts SET lease_expires_at = ? + lease_seconds"
+        " WHERE ended_at IS NULL AND lease_expires_at < ? + lease_seconds",
+        (now, now),
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sqlite3
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,6 +9,7 @@ import orjson
 
 from leyden.gateway.lifecycle import Phase, name_attempt
 from leyden.gateway.store.attempts import attempt_row, count_late
+from leyden.gateway.store.connection import Connection, Row
 from leyden.gateway.store.raw import put_together
 from leyden.gateway.store.records import HASH_BYTES, CallCommit, Late, Recorded, StoredCall
 from leyden.schema import CallRecord, Trajectory
@@ -17,7 +17,7 @@ from leyden.schema import CallRecord, Trajectory
 _ID_BYTES = 4
 
 
-def commit(db: sqlite3.Connection, calls: Sequence[CallCommit]) -> Recorded | Late:
+def commit(db: Connection, calls: Sequence[CallCommit]) -> Recorded | Late:
     """Store the sibling calls of one request, if their attempt is still in its agent phase.
 
     A call that continues another proves that the other's answer arrived: it is marked delivered. `seq` is what the
@@ -44,7 +44,7 @@ def commit(db: sqlite3.Connection, calls: Sequence[CallCommit]) -> Recorded | La
     return Recorded(seq, first, first + len(calls) - 1)
 
 
-def _store_messages(db: sqlite3.Connection, rollout_id: str, calls: Sequence[CallCommit]) -> None:
+def _store_messages(db: Connection, rollout_id: str, calls: Sequence[CallCommit]) -> None:
     """Write what isn't stored yet of messages, tools and raw requests; siblings have the same."""
     call = calls[0]
     refs = {r.hash: r.body for r in call.request_suffix}
@@ -53,6 +53,7 @@ def _store_messages(db: sqlite3.Connection, rollout_id: str, calls: Sequence[Cal
     if call.raw is not None:
         refs[call.raw.head.hash] = call.raw.head.body
         refs.update((r.hash, r.body) for r in call.raw.refs[call.raw.base_len :])
+    db.share("messages")
     # In one order, so that gateways that write the same messages at once don't wait for each other in a circle.
     hashes = sorted(refs)
     db.executemany(
@@ -65,7 +66,7 @@ def _store_messages(db: sqlite3.Connection, rollout_id: str, calls: Sequence[Cal
     )
 
 
-def _insert(db: sqlite3.Connection, call: CallCommit, seq: int, ordinal: int) -> None:
+def _insert(db: Connection, call: CallCommit, seq: int, ordinal: int) -> None:
     row = {name: getattr(call, name) for name in CallCommit.__slots__ if name != "raw"}
     row |= {
         "seq": seq,
@@ -95,7 +96,7 @@ def _insert(db: sqlite3.Connection, call: CallCommit, seq: int, ordinal: int) ->
     )
 
 
-def mark_delivered(db: sqlite3.Connection, rollout_id: str, attempt_id: str, call_ids: Sequence[str]) -> None:
+def mark_delivered(db: Connection, rollout_id: str, attempt_id: str, call_ids: Sequence[str]) -> None:
     """Note that the client has these answers. A closed attempt stays as it is: what a trainer reads doesn't change."""
     changed = 0
     for call_id in call_ids:
@@ -111,16 +112,15 @@ def mark_delivered(db: sqlite3.Connection, rollout_id: str, attempt_id: str, cal
         )
 
 
-def of_attempt(
-    db: sqlite3.Connection, rollout_id: str, attempt_id: str, *, content: bool, after: int = 0
-) -> list[StoredCall]:
+def of_attempt(db: Connection, rollout_id: str, attempt_id: str, *, content: bool, after: int = 0) -> list[StoredCall]:
     """Calls of an attempt, prompts whole; with `content`, messages, tools and raw requests too.
 
     In order of arrival. `after` leaves out those that were recorded up to that ordinal.
     """
-    rows = db.execute(
-        "SELECT * FROM calls WHERE rollout_id = ? AND attempt_id = ? ORDER BY ordinal", (rollout_id, attempt_id)
-    ).fetchall()
+    where, this = "WHERE rollout_id = ? AND attempt_id = ?", (rollout_id, attempt_id)
+    if after and not db.execute(f"SELECT 1 FROM attempts {where} AND calls > ?", (*this, after)).fetchone():
+        return []
+    rows = db.execute(f"SELECT * FROM calls {where} ORDER BY ordinal", this).fetchall()
     bodies = _Bodies(db)
     prompts: dict[str, bytes] = {}
     requests: dict[str, bytes] = {}
@@ -149,7 +149,7 @@ def _chained(known: dict[str, bytes], base: str | None, base_len: int, suffix: b
     return known[base][: base_len * HASH_BYTES] + suffix if base is not None else suffix
 
 
-def _fill(call: StoredCall, row: sqlite3.Row, hashes: bytes, bodies: _Bodies) -> None:
+def _fill(call: StoredCall, row: Row, hashes: bytes, bodies: _Bodies) -> None:
     call.messages = [bodies[hashes[i : i + HASH_BYTES]] for i in range(0, len(hashes), HASH_BYTES)]
     call.tools = bodies[row["tools"]] if row["tools"] is not None else None
     call.response = orjson.loads(row["response"]) if row["response"] is not None else None
@@ -160,7 +160,7 @@ def _fill(call: StoredCall, row: sqlite3.Row, hashes: bytes, bodies: _Bodies) ->
 class _Bodies(dict[bytes, Any]):
     """Message bodies by hash, read as they are needed."""
 
-    def __init__(self, db: sqlite3.Connection) -> None:
+    def __init__(self, db: Connection) -> None:
         self._db = db
 
     def __missing__(self, key: bytes) -> Any:
@@ -169,7 +169,7 @@ class _Bodies(dict[bytes, Any]):
         return value
 
 
-def _stored(row: sqlite3.Row, prompt: bytes, raw_hashes: bytes) -> StoredCall:
+def _stored(row: Row, prompt: bytes, raw_hashes: bytes) -> StoredCall:
     same = (
         "call_id rollout_id attempt_id seq dialect base base_len response_ids logprobs versions finish_reason parent"
         " break_reason break_index untrainable reward started_at ended_at engine model fingerprint"
@@ -186,7 +186,7 @@ def _stored(row: sqlite3.Row, prompt: bytes, raw_hashes: bytes) -> StoredCall:
     )
 
 
-def trajectory(db: sqlite3.Connection, rollout: sqlite3.Row, *, content: bool) -> Trajectory:
+def trajectory(db: Connection, rollout: Row, *, content: bool) -> Trajectory:
     """The last attempt as the trainer reads it."""
     rollout_id, attempt_id = rollout["rollout_id"], rollout["last_attempt_id"]
     calls = of_attempt(db, rollout_id, attempt_id, content=content) if attempt_id is not None else []
@@ -208,7 +208,12 @@ def trajectory(db: sqlite3.Connection, rollout: sqlite3.Row, *, content: bool) -
     )
 
 
-def untrainable_counts(db: sqlite3.Connection) -> dict[str, int]:
+def is_delivered(db: Connection, call_id: str) -> bool:
+    row = db.execute("SELECT delivered FROM calls WHERE call_id = ?", (call_id,)).fetchone()
+    return row is not None and bool(row[0])
+
+
+def untrainable_counts(db: Connection) -> dict[str, int]:
     """Calls that must not be trained, by kind of reason (the part before the colon)."""
     out: dict[str, int] = {}
     for reason, count in db.execute(

@@ -14,7 +14,7 @@ import queue
 import sqlite3
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 
 from leyden.errors import PreflightError
 from leyden.gateway.errors import StoreUnavailable
+from leyden.gateway.store.connection import Work
 from leyden.gateway.store.ddl import MIGRATIONS
 
 T = TypeVar("T")
@@ -35,21 +36,42 @@ _NO_SPACE = {sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_READONLY,
 
 @dataclass(slots=True)
 class _Write:
-    work: Callable[[sqlite3.Connection], Any]
+    work: Work[Any]
     loop: asyncio.AbstractEventLoop
     future: asyncio.Future[Any]
     result: Any = None
     error: BaseException | None = None
 
 
-class Database:
-    """Open with `Database(path)`; `close` waits for queued writes."""
+class SqliteConnection(sqlite3.Connection):
+    """Implements leyden.gateway.store.connection.Connection. There is one writer and one gateway: nothing to lock."""
+
+    FOR_UPDATE = ""
+    SKIP_LOCKED = ""
+
+    def own(self, name: str) -> None:
+        pass
+
+    def try_own(self, name: str) -> bool:
+        return True
+
+    def share(self, name: str) -> None:
+        pass
+
+    def notify(self, *note: str) -> None:
+        pass
+
+
+class SqliteDatabase:
+    """Implements leyden.gateway.store.connection.Database. Open with its path; `close` waits for queued writes."""
+
+    shared = False
 
     def __init__(self, path: Path, *, readers: int = 2) -> None:
         self.path = path
         self._lock_file = _lock(path)
         self._local = threading.local()
-        self._reader_connections: list[sqlite3.Connection] = []
+        self._reader_connections: list[SqliteConnection] = []
         try:
             self._writer = _connect(path)
             _migrate(self._writer, path)
@@ -61,7 +83,7 @@ class Database:
         self._thread.start()
         self._readers = ThreadPoolExecutor(readers, thread_name_prefix="leyden-store-reader")
 
-    async def write(self, work: Callable[[sqlite3.Connection], T]) -> T:
+    async def write(self, work: Work[T]) -> T:
         """Run `work` in the writer, durably. When it raises, nothing that it did is kept.
 
         Raises:
@@ -80,13 +102,18 @@ class Database:
         # A caller that goes away must not undo what others may already rely on: the write goes on.
         return await asyncio.shield(future)
 
-    async def read(self, work: Callable[[sqlite3.Connection], T]) -> T:
+    async def read(self, work: Work[T]) -> T:
         """Run `work` on a reader connection, in one snapshot, off the event loop."""
         return await asyncio.get_running_loop().run_in_executor(self._readers, self._read, work)
 
     async def settled(self) -> None:
         """Wait until every write that was queued before is done, so that a read that follows sees it."""
         await self.write(lambda _: None)
+
+    async def notes(self) -> AsyncIterator[list[str]]:
+        """There are no other gateways."""
+        return
+        yield []
 
     def close(self) -> None:
         if self._closed:
@@ -100,8 +127,8 @@ class Database:
         self._writer.close()
         os.close(self._lock_file)
 
-    def _read(self, work: Callable[[sqlite3.Connection], T]) -> T:
-        connection: sqlite3.Connection | None = getattr(self._local, "connection", None)
+    def _read(self, work: Work[T]) -> T:
+        connection: SqliteConnection | None = getattr(self._local, "connection", None)
         if connection is None:
             connection = _connect(self.path)
             connection.execute("PRAGMA query_only = 1")
@@ -186,8 +213,10 @@ def _explain(error: BaseException, path: Path) -> BaseException:
     return error
 
 
-def _connect(path: Path) -> sqlite3.Connection:
-    connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=30)
+def _connect(path: Path) -> SqliteConnection:
+    connection = sqlite3.connect(
+        path, factory=SqliteConnection, isolation_level=None, check_same_thread=False, timeout=30
+    )
     connection.row_factory = sqlite3.Row
     connection.execute("PRAGMA journal_mode = WAL")
     connection.execute("PRAGMA synchronous = FULL")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import sqlite3
 import time
 from typing import Any
 
@@ -14,12 +13,13 @@ from leyden.gateway.errors import Invalid
 from leyden.gateway.lifecycle import Phase, name_attempt
 from leyden.gateway.store import calls, rollouts
 from leyden.gateway.store.attempts import attempt_row, count_late
+from leyden.gateway.store.connection import Connection
 from leyden.gateway.store.records import Late, StoredCall
 from leyden.schema import Event, RewardData
 
 
 def add(
-    db: sqlite3.Connection,
+    db: Connection,
     rollout_id: str,
     attempt_id: str,
     event_type: str,
@@ -65,7 +65,7 @@ def add(
     return event
 
 
-def of_last_attempt(db: sqlite3.Connection, rollout_id: str, event_type: str | None, *, triplet: bool) -> bytes:
+def of_last_attempt(db: Connection, rollout_id: str, event_type: str | None, *, triplet: bool) -> bytes:
     """Events of the last attempt as a JSON array, in order.
 
     With `triplet`, model calls are cut down to what training takes, and those that must not be trained are left out.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import sqlite3
 import time
 import uuid
 from collections.abc import Sequence
@@ -13,6 +12,7 @@ import orjson
 from pydantic import TypeAdapter
 
 from leyden.gateway.errors import Conflict, Invalid, NotFound
+from leyden.gateway.store.connection import Connection, Row
 from leyden.schema import (
     TERMINAL_STATES,
     Attempt,
@@ -34,7 +34,7 @@ IDEMPOTENCY_SECONDS = 7 * 24 * 3600
 """How long a repeated request is recognised."""
 
 
-def to_rollout(row: sqlite3.Row) -> Rollout:
+def to_rollout(row: Row) -> Rollout:
     return Rollout(
         rollout_id=row["rollout_id"],
         input=orjson.loads(row["input"]),
@@ -56,21 +56,23 @@ def to_rollout(row: sqlite3.Row) -> Rollout:
     )
 
 
-def to_attempt(row: sqlite3.Row) -> Attempt:
+def to_attempt(row: Row) -> Attempt:
     return Attempt(
         **{name: row[name] for name in Attempt.model_fields if name != "outcome"},
         outcome=Outcome(row["outcome"]) if row["outcome"] else None,
     )
 
 
-def rollout_row(db: sqlite3.Connection, rollout_id: str) -> sqlite3.Row:
-    row = db.execute("SELECT * FROM rollouts WHERE rollout_id = ?", (rollout_id,)).fetchone()
+def rollout_row(db: Connection, rollout_id: str, *, lock: bool = False) -> Row:
+    row = db.execute(
+        f"SELECT * FROM rollouts WHERE rollout_id = ?{db.FOR_UPDATE if lock else ''}", (rollout_id,)
+    ).fetchone()
     if row is None:
         raise NotFound(f"there is no rollout {rollout_id}")
     return row
 
 
-def create(db: sqlite3.Connection, items: Sequence[RolloutCreate], idempotency_key: str | None) -> list[Rollout]:
+def create(db: Connection, items: Sequence[RolloutCreate], idempotency_key: str | None) -> list[Rollout]:
     """Enqueue `items`, once: a known `rollout_id` gives the existing rollout, a known key gives its first answer."""
     body_hash = hashlib.sha256(
         orjson.dumps([i.model_dump(mode="json") for i in items], option=orjson.OPT_SORT_KEYS)
@@ -92,7 +94,7 @@ def create(db: sqlite3.Connection, items: Sequence[RolloutCreate], idempotency_k
                 raise Invalid(f"the input of rollout {rollout_id} can't be stored as JSON: {e}") from e
             db.execute(
                 "INSERT INTO rollouts (rollout_id, input, is_train, config, metadata, run, step, state, created_at,"
-                " updated_at) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                " updated_at) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT (rollout_id) DO NOTHING",
                 (
                     rollout_id,
                     input_json,
@@ -110,10 +112,11 @@ def create(db: sqlite3.Connection, items: Sequence[RolloutCreate], idempotency_k
         out.append(to_rollout(existing))
     if idempotency_key is not None:
         remember(db, f"rollouts:{idempotency_key}", body_hash, [r.rollout_id for r in out])
+    db.notify("queue")
     return out
 
 
-def recall(db: sqlite3.Connection, key: str, body_hash: bytes) -> Any:
+def recall(db: Connection, key: str, body_hash: bytes) -> Any:
     """The answer that was given to this idempotency key, or None.
 
     Raises:
@@ -127,7 +130,7 @@ def recall(db: sqlite3.Connection, key: str, body_hash: bytes) -> Any:
     return orjson.loads(row["answer"])
 
 
-def remember(db: sqlite3.Connection, key: str, body_hash: bytes, answer: Any) -> None:
+def remember(db: Connection, key: str, body_hash: bytes, answer: Any) -> None:
     now = time.time()
     db.execute("DELETE FROM idempotency WHERE created_at < ?", (now - IDEMPOTENCY_SECONDS,))
     db.execute("INSERT INTO idempotency VALUES (?, ?, ?, ?)", (key, body_hash, orjson.dumps(answer).decode(), now))
@@ -136,7 +139,7 @@ def remember(db: sqlite3.Connection, key: str, body_hash: bytes, answer: Any) ->
 def _filter(
     states: Sequence[RolloutState] | None, run: str | None, step: int | None = None, is_train: bool | None = None
 ) -> tuple[str, list[Any]]:
-    clauses, values = ["1"], []
+    clauses, values = ["1 = 1"], []
     if states:
         clauses.append(f"state IN ({', '.join('?' * len(states))})")
         values.extend(str(s) for s in states)
@@ -147,16 +150,14 @@ def _filter(
     return " AND ".join(clauses), values
 
 
-def oldest_first(
-    db: sqlite3.Connection, states: Sequence[RolloutState] | None, run: str | None, limit: int
-) -> list[Rollout]:
+def oldest_first(db: Connection, states: Sequence[RolloutState] | None, run: str | None, limit: int) -> list[Rollout]:
     where, values = _filter(states, run)
     rows = db.execute(f"SELECT * FROM rollouts WHERE {where} ORDER BY seq LIMIT ?", (*values, limit))
     return [to_rollout(r) for r in rows]
 
 
 def page(
-    db: sqlite3.Connection,
+    db: Connection,
     states: Sequence[RolloutState] | None,
     run: str | None,
     step: int | None,
@@ -186,8 +187,8 @@ def page(
     )
 
 
-def terminal(db: sqlite3.Connection, after: int, limit: int, run: str | None) -> TerminalPage:
-    where, values = ("WHERE t.run = ?", [run]) if run is not None else ("WHERE 1", [])
+def terminal(db: Connection, after: int, limit: int, run: str | None) -> TerminalPage:
+    where, values = ("WHERE t.run = ?", [run]) if run is not None else ("WHERE 1 = 1", [])
     rows = db.execute(
         "SELECT t.seq AS cursor, r.* FROM terminal t JOIN rollouts r ON r.rollout_id = t.rollout_id"
         f" {where} AND t.seq > ? ORDER BY t.seq LIMIT ?",
@@ -212,14 +213,14 @@ def terminal(db: sqlite3.Connection, after: int, limit: int, run: str | None) ->
     return TerminalPage(items=items, next_after=rows[-1]["cursor"] if rows else after, total_terminal=total)
 
 
-def detail(db: sqlite3.Connection, rollout_id: str) -> RolloutDetail:
+def detail(db: Connection, rollout_id: str) -> RolloutDetail:
     row = rollout_row(db, rollout_id)
-    attempts = db.execute("SELECT * FROM attempts WHERE rollout_id = ? ORDER BY started_at, rowid", (rollout_id,))
+    attempts = db.execute("SELECT * FROM attempts WHERE rollout_id = ? ORDER BY started_at, attempt_id", (rollout_id,))
     details = [to_attempt(r) for r in attempts]
     return RolloutDetail(rollout=to_rollout(row), attempts=[a.attempt_id for a in details], attempt_details=details)
 
 
-def set_state(db: sqlite3.Connection, rollout_id: str, state: RolloutState, **columns: Any) -> None:
+def set_state(db: Connection, rollout_id: str, state: RolloutState, **columns: Any) -> None:
     """Move a rollout to `state`, setting `columns` too; a terminal state takes the next place in completion order."""
     sets = "".join(f", {name} = ?" for name in columns)
     db.execute(
@@ -227,19 +228,26 @@ def set_state(db: sqlite3.Connection, rollout_id: str, state: RolloutState, **co
         (str(state), time.time(), *columns.values(), rollout_id),
     )
     if state in TERMINAL_STATES:
+        # Readers follow this list by its numbers: they must become visible in their order.
+        db.own("terminal")
         db.execute(
             "INSERT INTO terminal (rollout_id, run) SELECT rollout_id, run FROM rollouts WHERE rollout_id = ?",
             (rollout_id,),
         )
+        db.notify("terminal")
+    elif state is RolloutState.QUEUING:
+        db.notify("queue")
 
 
-def delete(db: sqlite3.Connection, rollout_id: str) -> None:
+def delete(db: Connection, rollout_id: str) -> None:
     """Remove a rollout and everything recorded for it; messages that others use too stay."""
-    rollout_row(db, rollout_id)
     hashes = [r[0] for r in db.execute("SELECT hash FROM message_uses WHERE rollout_id = ?", (rollout_id,))]
     for table in ("rollouts", "attempts", "keys", "events", "calls", "message_uses", "terminal"):
         db.execute(f"DELETE FROM {table} WHERE rollout_id = ?", (rollout_id,))
+    # Somebody may be recording a call with one of these messages: it is there before its use is noted.
+    db.own("messages")
     db.executemany(
-        "DELETE FROM messages WHERE hash = ?1 AND NOT EXISTS (SELECT 1 FROM message_uses WHERE hash = ?1)",
+        "DELETE FROM messages WHERE hash = ?"
+        " AND NOT EXISTS (SELECT 1 FROM message_uses u WHERE u.hash = messages.hash)",
         [(h,) for h in hashes],
     )
