@@ -40,7 +40,7 @@ def explained(command: Callable[P, T]) -> Callable[P, T]:
     return run
 
 
-from leyden.cli import audit, controller, engine, gateway, inspect, train  # noqa: E402
+from leyden.cli import audit, controller, engine, gateway, inspect, renderer, train  # noqa: E402
 
 app.command("train")(explained(train.train))
 app.command("gateway")(explained(gateway.gateway))
@@ -50,4 +50,8 @@ app.command("rollouts")(explained(inspect.rollouts))
 app.command("show")(explained(inspect.show))
 app.command("logs")(explained(inspect.logs))
 app.command("audit")(explained(audit.audit))
+renderers = typer.Typer(help="How a model's conversations become tokens.", no_args_is_help=True)
+renderers.command("check")(explained(renderer.check))
+renderers.callback()(lambda: None)  # With a callback a single command keeps its name.
+app.add_typer(renderers, name="renderer")
 app.command("trainer", hidden=True)(explained(train.trainer))

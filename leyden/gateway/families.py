@@ -41,7 +41,8 @@ class Family:
 
     Attributes:
         name: of the typed renderer, or `template` or `default`.
-        renderer: renders, parses and continues.
+        renderer: parses and continues.
+        full: renders whole conversations: the template where there is one.
         keeping: continues as if reasoning were never dropped; for conversations that hold none. None when `renderer`
             already does.
         roles: roles of new messages after which recorded tokens are continued.
@@ -53,6 +54,7 @@ class Family:
 
     name: str
     renderer: Any
+    full: Any
     keeping: Any = None
     roles: frozenset[str] = frozenset(ROLES)
     prints_tools: bool = True
@@ -175,7 +177,8 @@ def choose(codec: Codec, folder: Path, name: str | None) -> Family:
     except ValueError as e:
         log.warning("conversations of the model in %s can't be continued token for token: %s", folder, e)
         fallback = create_renderer(codec, DefaultRendererConfig(reasoning_parser="think"))
-        return Family("default", fallback, roles=frozenset())
+        return Family("default", fallback, fallback, roles=frozenset())
+    template.piecewise = _splits(template)
     if template.habits.tools:
         for kind in dict.fromkeys([known, *_kinds()] if known else _kinds()):
             for typed in _typed(codec, kind):
@@ -188,12 +191,25 @@ def choose(codec: Codec, folder: Path, name: str | None) -> Family:
     return Family(
         "template" if roles else "default",
         template,
+        template,
         roles=roles,
         prints_tools=habits.tools,
         reasons=habits.reasons,
         forgets=habits.forgets,
         hermes=habits.hermes_opener,
     )
+
+
+def _splits(template: TemplateRenderer) -> bool:
+    """Whether encoding turn by turn gives the same tokens as encoding whole conversations."""
+    for probe in PROBES:
+        try:
+            text = template.ask(*template.spell_out(probe.messages, probe.tools), True)
+        except Exception:  # What a template refuses says nothing.
+            continue
+        if template.codec.encode_parts(text, template.boundary) != template.codec.encode(text):
+            return False
+    return True
 
 
 def _kinds() -> list[str]:
@@ -224,10 +240,10 @@ def _family(kind: str, typed: Any, template: TemplateRenderer | None) -> Family:
         except Exception:  # Some configs hold retention settings of their own that contradict this one.
             keeping = None
     if template is None:
-        return Family(kind, typed, keeping)
+        return Family(kind, typed, typed, keeping)
     habits = template.habits
     roles = frozenset(role for role in ROLES if continues(keeping or typed, role))
-    return Family(kind, typed, keeping, roles, True, habits.reasons, habits.forgets, habits.hermes_opener)
+    return Family(kind, typed, template, keeping, roles, True, habits.reasons, habits.forgets, habits.hermes_opener)
 
 
 def agrees(renderer: Any, template: TemplateRenderer) -> bool:
@@ -253,10 +269,11 @@ def agrees(renderer: Any, template: TemplateRenderer) -> bool:
 class Turn:
     """An answer inside a conversation, and what came after it, as tokens.
 
-    `full` is the whole rendering up to the next answer; `prompt` and `answer` are its beginning, and `new` are the
-    messages that the rest of it shows.
+    `full` is the whole rendering up to the next answer; `prompt` and `answer`, message `at`, are its beginning, and
+    `new` are the messages that the rest of it shows.
     """
 
+    at: int
     prompt: list[int]
     answer: list[int]
     new: Messages
@@ -277,7 +294,7 @@ def turns(renderer: Any, messages: Messages, tools: list[dict[str, Any]] | None)
             continue
         end = next((i for i in range(len(prompt), len(full)) if full[i] in stops), None)
         if end is not None:
-            yield Turn(prompt, full[len(prompt) : end + 1], new, full)
+            yield Turn(at, prompt, full[len(prompt) : end + 1], new, full)
 
 
 def continues(renderer: Any, role: str) -> bool:

@@ -150,9 +150,9 @@ class ModelRenderer:
         if known is not None:
             return known
         try:
-            prepared = [_prepare(m) for m in messages]
+            prepared = [prepare(m) for m in messages]
             listed: Any = clean_tools(tools) or None
-            ids = self.known.renderer.render_ids(prepared, tools=listed, add_generation_prompt=True)
+            ids = self.known.full.render_ids(prepared, tools=listed, add_generation_prompt=True)
         except Invalid:
             raise
         except Exception as e:  # The template is a program of others, and what it rejects is the request.
@@ -167,7 +167,7 @@ class ModelRenderer:
         before = node.full()
         tail = before[max(0, node.prompt_len - TAIL) : node.prompt_len].tolist()
         response = before[node.prompt_len :].tolist()
-        prepared = [_prepare(m) for m in new]
+        prepared = [prepare(m) for m in new]
         renderer = self.known.keeping if self.known.keeping is not None else self.known.renderer
         bridged = renderer.bridge_to_next_turn(tail, response, prepared, tools=clean_tools(tools) or None)
         if bridged is None:
@@ -328,7 +328,7 @@ def _utf8(text: str) -> str:
     return text if text.isascii() else _SURROGATE.sub("\ufffd", text)
 
 
-def _prepare(message: Message) -> Any:
+def prepare(message: Message) -> Any:
     """A message as templates want it: content is text, tool arguments are a mapping where they parse as one."""
     text = plain_text(message.get("content"))
     if text is None:

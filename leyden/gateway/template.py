@@ -97,7 +97,9 @@ class TemplateRenderer:
         self.habits = learn(self.ask, self.codec)
         self._end_id: int = self.codec.convert_tokens_to_ids(self.habits.end)
         self._stops = sorted({self._end_id, self.codec.eos_token_id or self._end_id})
-        self._boundary = re.compile(f"({re.escape(self.habits.end)})")
+        self.piecewise = False
+        """Whether turns may be encoded one by one."""
+        self.boundary = re.compile(f"({re.escape(self.habits.end)})")
         self._parser = None
         if self.habits.call_format in TOOL_PARSERS:
             self._parser = get_tool_parser(self.habits.call_format, self.codec)
@@ -117,7 +119,7 @@ class TemplateRenderer:
     ) -> list[int]:
         shown, schemas = self.spell_out(messages, tools)
         text = self.ask(shown, schemas, add_generation_prompt)
-        return self.codec.encode_parts(text, self._boundary)
+        return self.codec.encode_parts(text, self.boundary) if self.piecewise else self.codec.encode(text)
 
     def render(
         self, messages: list[Message], *, tools: list[ToolSpec] | None = None, add_generation_prompt: bool = False
