@@ -16,8 +16,10 @@ import orjson
 from leyden.gateway.attempts import Call, LiveAttempt
 from leyden.gateway.calls import closed_error
 from leyden.gateway.delivery import ClientGone, Delivery, Receive, Send, send_json
+from leyden.gateway.dialects.anthropic import AnthropicMessages
 from leyden.gateway.dialects.base import Context, Dialect, ModelRequest
 from leyden.gateway.dialects.openai_chat import OpenAIChat
+from leyden.gateway.dialects.openai_responses import OpenAIResponses
 from leyden.gateway.errors import NotFound, Refused
 from leyden.gateway.keys import Action, Target, key_from_headers
 from leyden.gateway.service import Gateway
@@ -53,10 +55,14 @@ class AgentApp:
 
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
-        chat = OpenAIChat()
-        self._posts: dict[tuple[str, str], Dialect] = {("/openai/v1", "chat/completions"): chat}
+        chat, self._messages = OpenAIChat(), AnthropicMessages()
+        self._posts: dict[tuple[str, str], Dialect] = {
+            ("/openai/v1", "chat/completions"): chat,
+            ("/openai/v1", "responses"): OpenAIResponses(),
+            ("/anthropic/v1", "messages"): self._messages,
+        }
         """Routes whose path is fixed."""
-        self._families: dict[str, Dialect] = {"/openai/v1": chat}
+        self._families: dict[str, Dialect] = {"/openai/v1": chat, "/anthropic/v1": self._messages}
         """By prefix: the dialect of model lists and of errors about paths."""
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
@@ -66,7 +72,7 @@ class AgentApp:
             await send_json(send, 200, b"")
             return
         found = _ROUTE.match(path)
-        dialect = self._families.get(found["prefix"] if found else "", self._families["/openai/v1"])
+        dialect = self._families.get(found["prefix"] if found else _family(path), self._families["/openai/v1"])
         try:
             if found is None or found["prefix"] not in self._families:
                 raise NotFound(f"there is nothing at {unquote(path)}")
@@ -81,6 +87,9 @@ class AgentApp:
                 dialect = posts
                 _only(method, "POST")
                 await self._call(exchange, dialect)
+            elif (found["prefix"], rest) == ("/anthropic/v1", "messages/count_tokens"):
+                _only(method, "POST")
+                await self._count(exchange)
             elif rest == "models" or rest.startswith("models/"):
                 _only(method, "GET")
                 await self._models(exchange, dialect)
@@ -103,6 +112,12 @@ class AgentApp:
             body = dialect.models([gateway.options.model_name], created, length)
         await send_json(exchange.send, 200, body)
 
+    async def _count(self, exchange: _Exchange) -> None:
+        """How long a prompt would be. Not a call: nothing is recorded."""
+        live = await self._gateway.attempt_for_call(exchange.key, exchange.target)
+        request = self._messages.parse(await _read_json(exchange.receive), Context())
+        await send_json(exchange.send, 200, self._messages.token_count(await self._gateway.count_tokens(live, request)))
+
     async def _call(self, exchange: _Exchange, dialect: Dialect) -> None:
         gateway = self._gateway
         live = await gateway.attempt_for_call(exchange.key, exchange.target)
@@ -116,7 +131,7 @@ class AgentApp:
         request.headers, request.body = context.headers, body
         parts = orjson.dumps(dialect.fingerprint_parts(body, context), option=orjson.OPT_SORT_KEYS)
         fingerprint = hashlib.sha256(f"{dialect.name}\n{exchange.key}\n".encode() + parts).digest()
-        call = await gateway.begin_call(live, request, dialect.name, fingerprint)
+        call = gateway.begin_call(live, request, dialect.name, fingerprint)
         await self._deliver(live, call, dialect, request, exchange.receive, exchange.send)
 
     async def _deliver(
@@ -143,6 +158,11 @@ class AgentApp:
                 await gateway.delivered(live, call)
             else:
                 live.drop(call)
+
+
+def _family(path: str) -> str:
+    """The prefix whose dialect answers for a path that doesn't exist."""
+    return "/anthropic/v1" if path.startswith("/anthropic/") else "/openai/v1"
 
 
 def _headers(raw: list[tuple[bytes, bytes]]) -> dict[str, str]:

@@ -19,6 +19,21 @@ class Refused(LeydenError):
             self.status = status
         self.code = code
         self.param = param
+        self.overflow: tuple[int, int] | None = None
+        """Of a prompt that doesn't fit: its tokens, and how many there may be."""
+
+
+class TooLong(Refused):
+    """A prompt that leaves no room for an answer. Dialects say it in the words by which their clients know it."""
+
+    def __init__(self, tokens: int, limit: int) -> None:
+        super().__init__(
+            f"This model's maximum context length is {limit} tokens. However, your messages resulted in {tokens} "
+            "tokens. Please reduce the length of the messages.",
+            code="context_length_exceeded",
+            param="messages",
+        )
+        self.overflow = (tokens, limit)
 
 
 class Unauthorized(Refused):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from leyden.gateway.errors import Refused
+from leyden.gateway.errors import TooLong
 from leyden.schema import Sampling
 
 
@@ -14,19 +14,14 @@ def effective(
     """Sampling parameters of a call: the run's, with `max_tokens` the least of what client, run and context allow.
 
     Raises:
-        Refused: the prompt leaves no room (400, code context_length_exceeded).
+        TooLong: the prompt leaves no room (400, code context_length_exceeded).
     """
     fixed = run or Sampling()
     limits = [n for n in (asked_max_tokens, fixed.max_tokens) if n is not None]
     if max_model_len is not None:
         room = max_model_len - prompt_tokens
         if room <= 0:
-            raise Refused(
-                f"This model's maximum context length is {max_model_len} tokens. However, your messages resulted in "
-                f"{prompt_tokens} tokens. Please reduce the length of the messages.",
-                code="context_length_exceeded",
-                param="messages",
-            )
+            raise TooLong(prompt_tokens, max_model_len)
         limits.append(room)
     out: dict[str, Any] = {"temperature": fixed.temperature, "top_p": fixed.top_p, "top_k": fixed.top_k}
     if limits:

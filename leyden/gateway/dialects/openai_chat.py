@@ -7,7 +7,7 @@ from typing import Any
 
 import orjson
 
-from leyden.gateway.dialects.base import Answer, Choice, Context, Message, ModelRequest
+from leyden.gateway.dialects.base import Answer, Choice, Context, Message, ModelRequest, Stream
 from leyden.gateway.errors import Refused
 
 MAX_CHOICES = 128
@@ -76,7 +76,7 @@ class OpenAIChat:
             )
         return orjson.dumps({**_head(answer, "chat.completion"), "choices": choices, "usage": _usage(answer)})
 
-    def stream(self, call_id: str, created: int, request: ModelRequest) -> ChatStream:
+    def stream(self, call_id: str, created: int, request: ModelRequest) -> Stream:
         return ChatStream(call_id, created, request)
 
     def error(self, error: Refused) -> bytes:
