@@ -131,7 +131,7 @@ class AgentApp:
         request.headers, request.body = context.headers, body
         parts = orjson.dumps(dialect.fingerprint_parts(body, context), option=orjson.OPT_SORT_KEYS)
         fingerprint = hashlib.sha256(f"{dialect.name}\n{exchange.key}\n".encode() + parts).digest()
-        call = gateway.begin_call(live, request, dialect.name, fingerprint)
+        call = await gateway.begin_call(live, request, dialect.name, fingerprint)
         await self._deliver(live, call, dialect, request, exchange.receive, exchange.send)
 
     async def _deliver(
