@@ -7,7 +7,7 @@ SEED ?= 0
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 
-.PHONY: setup demo demo-resume test lint format audit bench bench-engine clean
+.PHONY: setup demo demo-resume test lint format audit conformance conformance-light conformance-all bench bench-engine clean
 
 setup: $(STAMP)
 	@echo "setup: python=$$($(BIN)/python -c 'import platform; print(platform.python_version())') torch=$$($(BIN)/python -c 'import torch; print(torch.__version__)') leyden=$$($(BIN)/python -c 'import importlib.metadata as m; print(m.version("leyden"))')"
@@ -25,6 +25,16 @@ demo-resume: $(STAMP)
 
 test: $(STAMP)
 	@$(BIN)/python tests/run.py $(ARGS)
+
+# Real harnesses through the gateway; each is installed once into Leyden's cache. `light` are those that install quickly.
+conformance: $(STAMP)
+	@$(BIN)/python -m tests.conformance.run $(ARGS)
+
+conformance-light: $(STAMP)
+	@$(BIN)/python -m tests.conformance.run --light $(ARGS)
+
+conformance-all: $(STAMP)
+	@$(BIN)/python -m tests.conformance.run --all $(ARGS)
 
 lint: $(STAMP)
 	@$(BIN)/ruff format --check leyden tests examples benchmarks

@@ -268,7 +268,7 @@ class Gateway:
         return call
 
     async def _is_left_behind(self, live: LiveAttempt, call: Call) -> bool:
-        """Whether nobody got this call's answer elsewhere. One that another gateway recorded may be on its way there."""
+        """Whether nobody got this answer elsewhere. One that another gateway recorded may be on its way there."""
         if not self.store.shared or not call.task.done():
             return True
         if call.recorded_at is not None:
