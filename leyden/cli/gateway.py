@@ -26,6 +26,9 @@ def gateway(
     Keys: LEYDEN_ADMIN_KEY (else one is made and kept beside a SQLite store, or in leyden-gateway.key here with a
     PostgreSQL one; gateways that share a store need the same), LEYDEN_ENGINE_KEY.
     """
+    from leyden.gateway.lean import start_lean
+
+    start_lean()
     from leyden.errors import ConfigError
     from leyden.gateway.app import run_gateway
     from leyden.gateway.options import GatewayOptions

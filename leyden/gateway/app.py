@@ -19,6 +19,7 @@ import uvloop
 from leyden.gateway.admin import build_admin
 from leyden.gateway.agent import PREFIXES, AgentApp
 from leyden.gateway.delivery import Receive, Send, send_json
+from leyden.gateway.lean import started
 from leyden.gateway.options import GatewayOptions, admin_key, bind
 from leyden.gateway.service import Gateway
 from leyden.gateway.store.address import shown
@@ -137,6 +138,7 @@ def run_gateway(options: GatewayOptions) -> int:
 
             for number in (signal.SIGINT, signal.SIGTERM):
                 asyncio.get_running_loop().add_signal_handler(number, stop)
+            started()
             print(f"Leyden gateway at {url}, store {shown(options.store)}", flush=True)
             if options.ready_file is not None:
                 text = json.dumps({"url": url, "pid": os.getpid()})
