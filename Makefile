@@ -7,7 +7,7 @@ SEED ?= 0
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 
-.PHONY: setup demo demo-resume test lint format audit conformance conformance-light conformance-all bench bench-engine clean
+.PHONY: setup demo demo-resume test lint format audit conformance conformance-light conformance-all faults bench bench-engine clean
 
 setup: $(STAMP)
 	@echo "setup: python=$$($(BIN)/python -c 'import platform; print(platform.python_version())') torch=$$($(BIN)/python -c 'import torch; print(torch.__version__)') leyden=$$($(BIN)/python -c 'import importlib.metadata as m; print(m.version("leyden"))')"
@@ -49,6 +49,9 @@ format: $(STAMP)
 
 audit: $(STAMP)
 	@$(BIN)/leyden audit --calls 50 $(ARGS)
+
+faults: $(STAMP)
+	@$(BIN)/python -m tests.faults.run $(ARGS)
 
 bench: bench-engine
 

@@ -114,6 +114,7 @@ class GatewayConfig(Section):
     request_timeout_seconds: float = Field(default=600, gt=0, description="longest wait for one model call")
     keepalive_seconds: float = Field(default=10, gt=0)
     replay_grace_seconds: float = Field(default=10, ge=0)
+    retention_days: float | None = Field(default=None, gt=0, description="rollouts that ended so long ago are deleted")
 
 
 class ControllerConfig(Section):

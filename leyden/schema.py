@@ -10,7 +10,7 @@ from enum import StrEnum
 from typing import Any, Literal
 
 import msgspec
-from pydantic import BaseModel, ConfigDict, Field, FiniteFloat
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, model_validator
 
 DEFAULT_ATTEMPT_ID = "0"
 """Id of a rollout's first attempt; later ones count up as decimal strings."""
@@ -269,22 +269,36 @@ class Event(BaseModel):
 
 
 class EventCreate(BaseModel):
-    """POST body. `reward` data is {"value": finite number, "call_id"?: str, "message"?, "source"?, "reason"?}."""
+    """POST body. Data of a `reward` is that of RewardData."""
 
     event_type: str = Field(min_length=1, max_length=100)
     data: dict[str, Any] = Field(default_factory=dict)
 
 
 class RewardData(BaseModel):
-    """Data of a `reward` event. Strings, booleans and non-finite numbers are refused (422)."""
+    """Data of a `reward` event. Strings, booleans and non-finite numbers are refused (422).
+
+    `value` is the attempt's reward, or with `call_id` that of one call. `per_call` gives calls rewards of their own, by
+    call id; without a `value` beside it their sum is the attempt's. The last reward posted wins, for each call and for
+    the attempt. A call without a reward of its own has the attempt's.
+    """
 
     model_config = ConfigDict(extra="allow", strict=True)
 
-    value: FiniteFloat
+    value: FiniteFloat | None = None
+    per_call: dict[str, FiniteFloat] | None = None
     call_id: str | None = None
     message: str | None = None
     source: str | None = None
     reason: str | None = None
+
+    @model_validator(mode="after")
+    def _says_something(self) -> RewardData:
+        if self.value is None and not self.per_call:
+            raise ValueError("value is missing: a finite number, or a mapping per_call with at least one call")
+        if self.call_id is not None and (self.value is None or self.per_call is not None):
+            raise ValueError("call_id needs a value, and can't go with per_call")
+        return self
 
 
 class EngineModel(BaseModel):

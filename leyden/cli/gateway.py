@@ -20,6 +20,9 @@ def gateway(
     request_timeout_seconds: Annotated[float, typer.Option(min=0.1)] = 600,
     keepalive_seconds: Annotated[float, typer.Option(min=0.1)] = 10,
     replay_grace_seconds: Annotated[float, typer.Option(min=0)] = 10,
+    retention_days: Annotated[
+        float | None, typer.Option(min=0, help="delete what ended so long ago, end what nobody touched; default: never")
+    ] = None,
 ) -> None:
     """Run the gateway alone.
 
@@ -46,5 +49,6 @@ def gateway(
         request_timeout_seconds=request_timeout_seconds,
         keepalive_seconds=keepalive_seconds,
         replay_grace_seconds=replay_grace_seconds,
+        retention_days=retention_days,
     )
     raise typer.Exit(run_gateway(options))

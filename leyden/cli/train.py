@@ -128,6 +128,7 @@ async def _supervise(
                         request_timeout_seconds=config.gateway.request_timeout_seconds,
                         keepalive_seconds=config.gateway.keepalive_seconds,
                         replay_grace_seconds=config.gateway.replay_grace_seconds,
+                        retention_days=config.gateway.retention_days,
                     ),
                 ],
                 env=env,

@@ -24,6 +24,9 @@ from leyden.gateway.store.records import AttemptInfo, StoredCall
 IDLE_SECONDS = 900
 """An attempt without calls for so long leaves memory; its next call brings it back."""
 
+MAX_LIVE = 4096
+"""Attempts kept in memory; of more, idle ones leave and are loaded again when they are needed."""
+
 
 @dataclass(slots=True, eq=False)
 class Call:
@@ -53,6 +56,7 @@ class LiveAttempt:
     """Ordinal up to which the attempt's recorded calls are here."""
     next_seq: int = 0
     phase: Phase = Phase.AGENT
+    deleted: bool = False
     calls: set[Call] = field(default_factory=set)
     orphans: dict[bytes, list[Call]] = field(default_factory=dict)
     used: float = field(default_factory=time.monotonic)
@@ -111,9 +115,10 @@ class LiveAttempt:
         if call.task.done() and not call.task.cancelled():
             call.task.exception()  # Read, so that an answer nobody came for isn't reported as an unseen error.
 
-    def leave(self, phase: Phase) -> None:
+    def leave(self, phase: Phase, *, deleted: bool = False) -> None:
         """The agent phase is over: whatever its calls still do is aborted at once."""
         self.phase = phase
+        self.deleted = deleted
         for waiting in self.orphans.values():
             for call in waiting:
                 if call.expiry is not None:
@@ -191,14 +196,14 @@ class LiveAttempts:
                 if not call.delivered and call.untrainable is None:
                     self._revive(live, call)
 
-    def leave(self, rollout_id: str, attempt_id: str, phase: Phase) -> None:
-        """Note that an attempt left its agent phase."""
+    def leave(self, rollout_id: str, attempt_id: str, phase: Phase, *, deleted: bool = False) -> None:
+        """Note that an attempt left its agent phase, or was deleted."""
         key = (rollout_id, attempt_id)
         if key in self._loading:
             self._left[key] = phase
         live = self._live.pop(key, None)
         if live is not None:
-            live.leave(phase)
+            live.leave(phase, deleted=deleted)
 
     async def check(self) -> None:
         """Ask the store which attempts are still in their agent phase, after news may have been missed."""
@@ -211,10 +216,12 @@ class LiveAttempts:
                 self.leave(rollout_id, attempt_id, phase)
 
     def drop_idle(self) -> None:
+        """Let go of attempts without calls: those that have been idle for long, and the idlest of too many."""
         limit = time.monotonic() - IDLE_SECONDS
-        for key, live in list(self._live.items()):
-            if live.used < limit and not live.calls:
-                del self._live[key]
+        idle = sorted((live.used, key) for key, live in self._live.items() if not live.calls)
+        for i, (used, key) in enumerate(idle):
+            if used < limit or i < len(self._live) - MAX_LIVE:
+                self._live.pop(key)
 
 
 def grow(forest: Forest, stored: list[StoredCall]) -> None:

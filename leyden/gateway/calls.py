@@ -16,7 +16,7 @@ from leyden.gateway.dialects.base import Answer, Choice, ModelRequest, TokenLogp
 from leyden.gateway.engines.completions import EngineClient, EngineTimeout, EngineUnreachable
 from leyden.gateway.engines.integrity import Sample, empty_sample, read_sample
 from leyden.gateway.engines.registry import EngineRegistry
-from leyden.gateway.errors import Conflict, EngineFailed, Refused
+from leyden.gateway.errors import Conflict, EngineFailed, Gone, Refused
 from leyden.gateway.lifecycle import ENGINE_FAILED
 from leyden.gateway.pause import Pause
 from leyden.gateway.renderer import ModelRenderer, Parsed, Prompt
@@ -334,7 +334,9 @@ def _first(errors: BaseExceptionGroup[Refused]) -> Refused:
     return error
 
 
-def closed_error(live: LiveAttempt) -> Conflict:
+def closed_error(live: LiveAttempt) -> Refused:
     """What a client hears whose call was ended together with its attempt."""
     info = live.info
+    if live.deleted:
+        return Gone(f"rollout {info.rollout_id} was deleted while this call was running")
     return Conflict(f"attempt {info.attempt_id} of rollout {info.rollout_id} ended while this call was running")

@@ -52,6 +52,12 @@ class Conflict(Refused):
     status = 409
 
 
+class Gone(Refused):
+    """What the request is about was deleted while it ran."""
+
+    status = 410
+
+
 class Invalid(Refused):
     status = 422
 

@@ -31,6 +31,8 @@ class GatewayOptions:
     request_timeout_seconds: float = 600
     keepalive_seconds: float = 10
     replay_grace_seconds: float = 10
+    retention_days: float | None = None
+    """How long ended rollouts are kept, and untouched ones waited for. None: for ever."""
     ready_file: Path | None = None
     """Written as JSON {"url", "pid"} once the gateway answers; how a starter learns the port."""
 

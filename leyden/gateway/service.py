@@ -199,7 +199,7 @@ class Gateway:
 
     def _ended(self, ended: Sequence[Ended]) -> None:
         for item in ended:
-            self.live.leave(item.rollout_id, item.attempt_id, Phase.ENDED)
+            self.live.leave(item.rollout_id, item.attempt_id, Phase.ENDED, deleted=item.deleted)
         if any(e.requeued for e in ended):
             self._queue.notify()
         if any(not e.requeued for e in ended):
@@ -345,9 +345,18 @@ class Gateway:
                 due = await self.store.next_expiry()
                 if due is not None and due <= time.time():
                     self._ended(await self.store.expire(time.time()))
+                await self._forget()
             except StoreUnavailable as e:
                 log.error("can't end expired attempts: %s", e.message)
             self.live.drop_idle()
+
+    async def _forget(self) -> None:
+        """End what was abandoned, delete what ended long ago: a little in each sweep."""
+        days = self.options.retention_days
+        if days is not None:
+            before = time.time() - days * 24 * 3600
+            self._ended(await self.store.end_abandoned(before))
+            await self.store.delete_old(before)
 
     async def _follow(self) -> None:
         """Do here what other gateways on the same store changed."""
@@ -360,8 +369,8 @@ class Gateway:
     async def _take_in(self, note: list[str]) -> None:
         """Act on a note of `Store.notes`; the empty one may stand for any."""
         match note:
-            case ["left", rollout_id, attempt_id, phase]:
-                self.live.leave(rollout_id, attempt_id, Phase(phase))
+            case ["left", rollout_id, attempt_id, phase, *deleted]:
+                self.live.leave(rollout_id, attempt_id, Phase(phase), deleted=bool(deleted))
             case []:
                 await self.live.check()
         what = note[0] if note else None

@@ -117,7 +117,7 @@ async def test_the_end_of_an_attempt_aborts_at_once(world_maker: MakeWorld) -> N
         await until(lambda: len(world.engine.requests) == 2)
         await world.admin.delete(claim.rollout.rollout_id)
         status, body = await waiting
-        assert status == 409 and "ended while this call was running" in body["error"]["message"]
+        assert status == 410 and "deleted while this call was running" in body["error"]["message"]
         await until(lambda: world.engine.aborted == 2, 1)
         assert len(world.gateway.live) == 0
 
@@ -289,7 +289,7 @@ async def test_deleting_a_rollout_during_a_call_leaves_nothing_behind(world: Wor
         waiting = asyncio.create_task(world.chat(claim.agent_key, BODY))
         await until(lambda: world.engine.running)
         await world.admin.delete(claim.rollout.rollout_id)
-        assert (await waiting)[0] in (404, 409)
+        assert (await waiting)[0] in (404, 410)
         assert (await world.chat(claim.agent_key, BODY))[0] == 401
     tables = "rollouts attempts keys events calls messages message_uses".split()
 

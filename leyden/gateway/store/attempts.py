@@ -36,7 +36,7 @@ from leyden.schema import (
 
 MAX_EXPIRED = 100
 """Attempts ended by one sweep; the next one comes soon."""
-_OPEN = "SELECT a.*, r.config FROM rollouts r JOIN attempts a ON a.rollout_id = r.rollout_id WHERE a.ended_at IS NULL"
+OPEN = "SELECT a.*, r.config FROM rollouts r JOIN attempts a ON a.rollout_id = r.rollout_id WHERE a.ended_at IS NULL"
 
 
 def attempt_row(db: Connection, rollout_id: str, attempt_id: str, *, lock: bool = True) -> Row:
@@ -237,7 +237,7 @@ def patch(db: Connection, rollout_id: str, status: StatusPatch) -> Changed:
     elif plan.end is not None and plan.outcome is not None:
         reason = status.error_message
         open_attempt = db.execute(
-            f"{_OPEN} AND a.rollout_id = ?{db.FOR_UPDATE}",
+            f"{OPEN} AND a.rollout_id = ?{db.FOR_UPDATE}",
             (rollout_id,),
         ).fetchone()
         if open_attempt is not None:
@@ -264,8 +264,8 @@ def delete(db: Connection, rollout_id: str) -> list[Ended]:
     ).fetchall()
     rollouts.delete(db, rollout_id)
     for row in open_attempts:
-        db.notify("left", rollout_id, row[0], Phase.ENDED)
-    return [Ended(rollout_id, r[0], requeued=False) for r in open_attempts]
+        db.notify("left", rollout_id, row[0], Phase.ENDED, "deleted")
+    return [Ended(rollout_id, r[0], requeued=False, deleted=True) for r in open_attempts]
 
 
 def heartbeat(db: Connection, beat: Heartbeat) -> HeartbeatReply:
@@ -284,7 +284,7 @@ def heartbeat(db: Connection, beat: Heartbeat) -> HeartbeatReply:
 
 def release(db: Connection, controller_id: str) -> list[Ended]:
     """End what an earlier process of this controller held."""
-    rows = db.execute(f"{_OPEN} AND a.controller_id = ? ORDER BY r.seq{db.FOR_UPDATE}", (controller_id,)).fetchall()
+    rows = db.execute(f"{OPEN} AND a.controller_id = ? ORDER BY r.seq{db.FOR_UPDATE}", (controller_id,)).fetchall()
     reason = f"controller {controller_id} restarted while it ran this attempt"
     return [end(db, row, Ending(Outcome.INFRA, reason)) for row in rows]
 
@@ -294,7 +294,7 @@ def expire(db: Connection, now: float) -> list[Ended]:
     if not db.try_own("sweep"):
         return []
     rows = db.execute(
-        f"{_OPEN} AND a.lease_expires_at <= ? ORDER BY r.seq LIMIT ?{db.SKIP_LOCKED}", (now, MAX_EXPIRED)
+        f"{OPEN} AND a.lease_expires_at <= ? ORDER BY r.seq LIMIT ?{db.SKIP_LOCKED}", (now, MAX_EXPIRED)
     ).fetchall()
     out = []
     for row in rows:

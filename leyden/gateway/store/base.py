@@ -14,7 +14,7 @@ import orjson
 
 from leyden.errors import PreflightError
 from leyden.gateway.errors import Conflict
-from leyden.gateway.store import attempts, calls, events, rollouts
+from leyden.gateway.store import attempts, calls, events, retention, rollouts
 from leyden.gateway.store.address import StoreAddress, is_postgres
 from leyden.gateway.store.connection import Connection, Database, Work
 from leyden.gateway.store.database import SqliteDatabase
@@ -133,6 +133,14 @@ class Store:
 
     async def renew_all(self, now: float) -> None:
         await self._write(lambda db: attempts.renew_all(db, now))
+
+    async def end_abandoned(self, before: float) -> list[Ended]:
+        """End some of the rollouts that nobody has touched since `before`."""
+        return await self._write(lambda db: retention.end_abandoned(db, before))
+
+    async def delete_old(self, before: float) -> int:
+        """Delete some of the rollouts that ended before `before`."""
+        return await self._write(lambda db: retention.delete_old(db, before))
 
     async def report_phase(self, rollout_id: str, attempt_id: str, report: PhaseReport) -> None:
         await self._write(lambda db: attempts.report_phase(db, rollout_id, attempt_id, report))

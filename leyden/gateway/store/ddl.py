@@ -145,4 +145,7 @@ MIGRATIONS: list[str] = [
     ALTER TABLE calls ADD COLUMN ordinal INTEGER NOT NULL DEFAULT 0;
     UPDATE calls SET ordinal = seq + 1;
     """,
+    """
+    CREATE INDEX rollouts_by_age ON rollouts (state, updated_at);
+    """,
 ]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import math
+import re
 import time
 from typing import Any
 
@@ -17,6 +19,9 @@ from leyden.gateway.store.connection import Connection
 from leyden.gateway.store.records import Late, StoredCall
 from leyden.schema import Event, RewardData
 
+_CALL_ID = re.compile(r"[0-9a-f]{32}(?:-\d+)?$")
+"""What remains of an answer's id without the prefix that its dialect puts before it."""
+
 
 def add(
     db: Connection,
@@ -27,7 +32,7 @@ def add(
     reward: RewardData | None,
     idempotency_key: str | None,
 ) -> Event | Late:
-    """Append an event to an open attempt; a reward without `call_id` is the attempt's, the last one wins."""
+    """Append an event to an open attempt."""
     row = attempt_row(db, rollout_id, attempt_id)
     body_hash = hashlib.sha256(orjson.dumps([event_type, data], option=orjson.OPT_SORT_KEYS)).digest()
     scope = f"event:{rollout_id}:{attempt_id}:{idempotency_key}"
@@ -38,23 +43,8 @@ def add(
     if Phase(row["phase"]) is Phase.ENDED:
         count_late(db, rollout_id, attempt_id)
         return Late(f"{name_attempt(rollout_id, attempt_id)} has ended; this event came too late and was counted")
-    call_id = reward.call_id.removeprefix("chatcmpl-") if reward is not None and reward.call_id is not None else None
-    if reward is not None and call_id is not None:
-        done = db.execute(
-            "UPDATE calls SET reward = ? WHERE call_id = ? AND rollout_id = ? AND attempt_id = ?",
-            (reward.value, call_id, rollout_id, attempt_id),
-        )
-        if done.rowcount == 0:
-            raise Invalid(f"{name_attempt(rollout_id, attempt_id)} has no call {reward.call_id}")
-    elif reward is not None:
-        db.execute(
-            "UPDATE attempts SET reward = ? WHERE rollout_id = ? AND attempt_id = ?",
-            (reward.value, rollout_id, attempt_id),
-        )
-        db.execute(
-            "UPDATE rollouts SET reward = ? WHERE rollout_id = ? AND last_attempt_id = ?",
-            (reward.value, rollout_id, attempt_id),
-        )
+    if reward is not None:
+        _reward(db, rollout_id, attempt_id, reward)
     event = Event(event_type=event_type, rollout_id=rollout_id, attempt_id=attempt_id, timestamp=time.time(), data=data)
     db.execute(
         "INSERT INTO events (rollout_id, attempt_id, event_type, timestamp, data) VALUES (?, ?, ?, ?, ?)",
@@ -63,6 +53,34 @@ def add(
     if idempotency_key is not None:
         rollouts.remember(db, scope, body_hash, event.model_dump(mode="json"))
     return event
+
+
+def _reward(db: Connection, rollout_id: str, attempt_id: str, reward: RewardData) -> None:
+    """Give calls and attempt their rewards, by the rules of RewardData."""
+    per_call = dict(reward.per_call or {})
+    whole = reward.value
+    if reward.call_id is not None and reward.value is not None:
+        per_call[reward.call_id], whole = reward.value, None
+    elif whole is None:
+        whole = sum(per_call.values())
+        if not math.isfinite(whole):
+            raise Invalid("the rewards in per_call have no finite sum; give a value beside them")
+    for given, value in per_call.items():
+        found = _CALL_ID.search(given)
+        done = db.execute(
+            "UPDATE calls SET reward = ? WHERE call_id = ? AND rollout_id = ? AND attempt_id = ?",
+            (value, found[0] if found else given, rollout_id, attempt_id),
+        )
+        if done.rowcount == 0:
+            raise Invalid(f"{name_attempt(rollout_id, attempt_id)} has no call {given}")
+    if whole is not None:
+        db.execute(
+            "UPDATE attempts SET reward = ? WHERE rollout_id = ? AND attempt_id = ?", (whole, rollout_id, attempt_id)
+        )
+        db.execute(
+            "UPDATE rollouts SET reward = ? WHERE rollout_id = ? AND last_attempt_id = ?",
+            (whole, rollout_id, attempt_id),
+        )
 
 
 def of_last_attempt(db: Connection, rollout_id: str, event_type: str | None, *, triplet: bool) -> bytes:

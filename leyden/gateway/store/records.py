@@ -144,11 +144,12 @@ class AttemptInfo:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """An attempt that a write ended, or a rollout that it removed."""
+    """An attempt that a write ended, or removed together with its rollout."""
 
     rollout_id: str
     attempt_id: str
     requeued: bool
+    deleted: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,14 @@
+"""A short fault run; `make faults` is the long one."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.faults.run import main
+
+
+@pytest.mark.parametrize("store", ["sqlite", "postgres"])
+async def test_nothing_acknowledged_is_lost_or_doubled_when_gateways_are_killed(store: str) -> None:
+    (result,) = await main(5, 16, [store])
+    assert result.kills >= 5 and result.calls > 50 and result.events > 50 and result.repeated > 0
+    assert (result.lost, result.doubled, result.unexpected) == ([], [], [])
