@@ -23,7 +23,7 @@ from leyden.schema import (
     RolloutState,
     StatusPatch,
 )
-from tests.gateway.conftest import MakeWorld, World, everything_stored
+from tests.gateway.conftest import MakeWorld, World, everything_stored, on_sqlite
 from tests.gateway.scripted_engine import Reply
 
 USER: Any = [{"role": "user", "content": "Hello"}]
@@ -300,6 +300,7 @@ async def test_deleting_a_rollout_during_a_call_leaves_nothing_behind(world: Wor
     assert len(world.gateway.live) == 0
 
 
+@on_sqlite
 async def test_many_large_calls_leave_the_loop_responsive(world_maker: MakeWorld) -> None:
     async with world_maker(request_timeout_seconds=60) as world:
         world.gateway.engines.set([EngineModel(model="tiny", endpoint=world.engine.endpoint, max_model_len=200_000)])
