@@ -52,6 +52,10 @@ class LiveAttempt:
     forest: Forest = field(default_factory=Forest)
     raw_hashes: dict[str, bytes] = field(default_factory=dict)
     """By call: the hashes of its request body, of which a later call stores only what is new."""
+    kinds: dict[str, str] = field(default_factory=dict)
+    """By call: what it was for."""
+    main_session: str | None = None
+    """Session that the harness named with the first main call."""
     seen: int = 0
     """Ordinal up to which the attempt's recorded calls are here."""
     next_seq: int = 0
@@ -190,6 +194,7 @@ class LiveAttempts:
             new = [c for c in stored if c.call_id.partition("-")[0] not in own and c.call_id not in live.forest.nodes]
             await self._renderer.run(lambda: grow(live.forest, new))
             live.raw_hashes.update((c.call_id, c.raw_hashes) for c in new)
+            live.kinds.update((c.call_id, c.kind) for c in new)
             live.seen = max(c.ordinal for c in stored)
             live.next_seq = max(live.next_seq, max(c.seq for c in stored) + 1)
             for call in new:

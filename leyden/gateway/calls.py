@@ -11,6 +11,7 @@ from typing import Any, Literal
 import numpy as np
 
 from leyden.gateway.attempts import LiveAttempt
+from leyden.gateway.classify import classify, session
 from leyden.gateway.conversation import Link, Plan, request_keys
 from leyden.gateway.dialects.base import Answer, Choice, ModelRequest, TokenLogprob
 from leyden.gateway.engines.completions import EngineClient, EngineTimeout, EngineUnreachable
@@ -25,7 +26,7 @@ from leyden.gateway.signals import wait_until
 from leyden.gateway.store.base import Store
 from leyden.gateway.store.raw import RawRequest, message_ref, share, take_apart
 from leyden.gateway.store.records import CallCommit, MessageRef
-from leyden.schema import EngineModel
+from leyden.schema import CallKind, EngineModel
 
 log = logging.getLogger("leyden.gateway")
 
@@ -83,7 +84,10 @@ class CallMaker:
         limit = engine_len if engine_len is not None else model_len
         used = effective_sampling(live.info.sampling, request.max_tokens, len(prompt.ids), limit)
         relation = self.renderer.relate(prompt.plan, prompt.ids, prompt.reason)
-        job = _Job(live, request, dialect, call_id, fingerprint, seq, started, prompt.plan, prompt, used, relation)
+        kind = _kind(live, request, prompt.plan)
+        job = _Job(
+            live, request, dialect, call_id, fingerprint, seq, started, prompt.plan, prompt, used, relation, kind
+        )
         try:
             async with asyncio.TaskGroup() as group:
                 tasks = [group.create_task(self._sample(job, f"{call_id}-{i}")) for i in range(request.n)]
@@ -205,6 +209,7 @@ class CallMaker:
         if job.relation.parent is not None:
             job.relation.parent.delivered = True
         for commit, (sample, _), said in zip(commits, samples, parsed, strict=True):
+            job.live.kinds[commit.call_id] = job.kind
             job.live.forest.add(
                 commit.call_id,
                 recorded.seq,
@@ -254,6 +259,7 @@ class _Job:
     prompt: Prompt
     effective: dict[str, Any]
     relation: Link
+    kind: CallKind
 
     def references(self) -> tuple[list[MessageRef], RawRequest]:
         """The request's messages and its body as the store keeps them."""
@@ -262,6 +268,10 @@ class _Job:
         if base is not None:
             raw = share(raw, base.call_id, self.live.raw_hashes.get(base.call_id, b""))
         return [message_ref(m) for m in self.request.messages], raw
+
+    def left_out(self) -> str | None:
+        """Why the run doesn't train a call like this one."""
+        return None if self.kind in self.live.info.capture.train_kinds else f"kind: {self.kind}"
 
     def commit(
         self,
@@ -297,7 +307,8 @@ class _Job:
             parent=self.relation.parent.call_id if self.relation.parent else None,
             break_reason=self.relation.break_reason,
             break_index=self.relation.break_index,
-            untrainable=sample.untrainable,
+            untrainable=sample.untrainable or self.left_out(),
+            kind=self.kind,
             requested=self.request.requested,
             effective=effective,
             started_at=self.started,
@@ -312,6 +323,13 @@ class _Job:
             fingerprint=self.fingerprint,
             raw=raw,
         )
+
+
+def _kind(live: LiveAttempt, request: ModelRequest, plan: Plan) -> CallKind:
+    kind = classify(request, live.kinds.get(plan.node.call_id) if plan.node else None, live.main_session)
+    if kind is CallKind.MAIN and live.main_session is None:
+        live.main_session = session(request.headers)
+    return kind
 
 
 def _sibling_id(call_id: str, index: int) -> str:
