@@ -40,7 +40,7 @@ def explained(command: Callable[P, T]) -> Callable[P, T]:
     return run
 
 
-from leyden.cli import audit, controller, engine, gateway, inspect, renderer, train  # noqa: E402
+from leyden.cli import audit, controller, engine, export, gateway, inspect, renderer, rows, train  # noqa: E402
 
 app.command("train")(explained(train.train))
 app.command("gateway")(explained(gateway.gateway))
@@ -54,4 +54,9 @@ renderers = typer.Typer(help="How a model's conversations become tokens.", no_ar
 renderers.command("check")(explained(renderer.check))
 renderers.callback()(lambda: None)  # With a callback a single command keeps its name.
 app.add_typer(renderers, name="renderer")
+app.command("export")(explained(export.export))
+training_rows = typer.Typer(help="Training rows, made again from the record.", no_args_is_help=True)
+training_rows.command("rebuild")(explained(rows.rebuild))
+training_rows.callback()(lambda: None)
+app.add_typer(training_rows, name="rows")
 app.command("trainer", hidden=True)(explained(train.trainer))

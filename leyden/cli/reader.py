@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import AsyncIterator, Awaitable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import orjson
 
 from leyden.client import LeydenClient, Reader
 from leyden.errors import ConfigError, GatewayError
 from leyden.gateway.errors import Refused
+from leyden.gateway.store.address import StoreAddress, is_postgres
 from leyden.gateway.store.base import Store, open_store
-from leyden.schema import RolloutDetail, RolloutPage, RolloutState, Trajectory
+from leyden.schema import Rollout, RolloutDetail, RolloutPage, RolloutState, Trajectory
 
 T = TypeVar("T")
 
@@ -36,8 +37,11 @@ def find_run(run: Path | None) -> Path:
 
 
 @asynccontextmanager
-async def open_reader(run_dir: Path | None, gateway: str | None) -> AsyncIterator[Reader]:
-    """A reader of the gateway at `gateway` (admin key in LEYDEN_ADMIN_KEY), or of the run in `run_dir`.
+async def open_reader(
+    run_dir: Path | None, gateway: str | None, address: StoreAddress | None = None
+) -> AsyncIterator[Reader]:
+    """A reader of the gateway at `gateway` (admin key in LEYDEN_ADMIN_KEY), of the store at `address`, or of the run in
+    `run_dir`. A SQLite store can't be read while its gateway runs.
 
     Raises:
         ConfigError, GatewayError: when neither can be had, or the record doesn't know what is asked for.
@@ -45,6 +49,10 @@ async def open_reader(run_dir: Path | None, gateway: str | None) -> AsyncIterato
     if gateway is not None:
         async with LeydenClient(gateway, os.environ.get("LEYDEN_ADMIN_KEY", ""), patience=5) as client:
             yield client
+        return
+    if address is not None:
+        with closing(_existing(address)) as store:
+            yield StoreReader(store)
         return
     run_dir = find_run(run_dir)
     try:
@@ -64,11 +72,14 @@ async def open_reader(run_dir: Path | None, gateway: str | None) -> AsyncIterato
                 return
     if not (run_dir / "store.sqlite").is_file():
         raise ConfigError(f"{run_dir} has no store.sqlite: no rollout was recorded there")
-    store = open_store(run_dir / "store.sqlite")
-    try:
+    with closing(open_store(run_dir / "store.sqlite")) as store:
         yield StoreReader(store)
-    finally:
-        store.close()
+
+
+def _existing(address: StoreAddress) -> Store:
+    if not is_postgres(address) and not Path(address).is_file():
+        raise ConfigError(f"there is no store {address}")
+    return open_store(address)
 
 
 class StoreReader:
@@ -95,6 +106,18 @@ class StoreReader:
 
     async def trajectory(self, rollout_id: str, *, content: bool = False) -> Trajectory:
         return await _plain(self._store.trajectory(rollout_id, content=content))
+
+
+async def all_rollouts(reader: Reader, **which: Any) -> AsyncIterator[Rollout]:
+    """Every rollout, newest first; `which` narrows it as `Reader.page` does."""
+    cursor: str | None = None
+    while True:
+        page = await reader.page(**which, limit=200, cursor=cursor)
+        for rollout in page.items:
+            yield rollout
+        cursor = page.next_cursor
+        if cursor is None:
+            return
 
 
 async def _plain(work: Awaitable[T]) -> T:

@@ -12,7 +12,9 @@ link is counted. Pure: numpy only.
 
 from __future__ import annotations
 
+import hashlib
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -80,6 +82,8 @@ class RowReport:
     over_long_rows: int = 0
     broken_links: int = 0
     unknown_logprobs: int = 0
+    digest: str = ""
+    """Of the rows (`digest`); what `leyden rows rebuild` must find again."""
 
 
 @dataclass
@@ -121,10 +125,27 @@ def build_rows(trajectory: Trajectory, *, max_row_tokens: int) -> tuple[list[Row
             dropped["over_length"] += 1
     report.dropped = dict(dropped)
     report.rows = len(rows)
+    report.digest = digest(rows)
     report.trained_calls = len(owned)
     report.trained_tokens = sum(r.trained for r in rows)
     report.unknown_logprobs = sum(int(r.unknown.sum()) for r in rows)
     return rows, report
+
+
+def digest(rows: Sequence[Row]) -> str:
+    """A name for exactly these rows: equal only when every id, mask, log-probability, version and call is."""
+    hashed = hashlib.sha256()
+    for row in rows:
+        hashed.update(f"{row.rollout_id} {len(row)} {row.prompt_len} {' '.join(row.calls)}\n".encode())
+        for array in (row.ids, row.mask, row.logprobs, row.versions):
+            hashed.update(array.astype(array.dtype.newbyteorder("<")).tobytes())
+    return hashed.hexdigest()[:32]
+
+
+def total_digest(digests: Mapping[str, str]) -> str:
+    """The same for many rollouts, by id, in whatever order they come."""
+    lines = "".join(f"{rollout} {digests[rollout]}\n" for rollout in sorted(digests))
+    return hashlib.sha256(lines.encode()).hexdigest()[:32]
 
 
 def dropped_totals(reports: list[RowReport]) -> dict[str, int]:

@@ -119,6 +119,7 @@ def rows_summary(rows: StepRows) -> dict[str, Any]:
         "excluded": a.excluded,
         "refused_rewards": a.refused,
         "rows": len(rows.items),
+        "row_digests": {r.rollout_id: r.digest for r in rows.reports},
         "trained_tokens": sum(r.trained_tokens for r in rows.reports),
         "trained_calls": sum(r.trained_calls for r in rows.reports),
         "dropped": dropped_totals(rows.reports),
