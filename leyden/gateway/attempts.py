@@ -12,10 +12,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from leyden.gateway.conversation import Forest, Link, request_keys
+from leyden.gateway.canonical import request_keys
+from leyden.gateway.conversation import Forest, Link, Request
 from leyden.gateway.dialects.base import Answer
 from leyden.gateway.errors import NotFound
 from leyden.gateway.lifecycle import Phase
+from leyden.gateway.memory import Memory
 from leyden.gateway.renderer import ModelRenderer
 from leyden.gateway.store.base import Store
 from leyden.gateway.store.raw import message_ref
@@ -50,6 +52,8 @@ class LiveAttempt:
 
     info: AttemptInfo
     forest: Forest = field(default_factory=Forest)
+    bodies: Memory[list[bytes]] = field(default_factory=Memory)
+    """Values of request bodies of late, and their hashes."""
     raw_hashes: dict[str, bytes] = field(default_factory=dict)
     """By call: the hashes of its request body, of which a later call stores only what is new."""
     kinds: dict[str, str] = field(default_factory=dict)
@@ -247,15 +251,20 @@ def grow(forest: Forest, stored: list[StoredCall]) -> None:
     for call in order:
         base = forest.nodes.get(call.base) if call.base else None
         parent = forest.nodes.get(call.parent) if call.parent else None
+        known, same = forest.requests.match(call.messages, call.tools)
+        keys = request_keys(call.messages, call.tools, known.made.keys if known else None, same)
+        before = known.made.hashes[:same] if known else []
+        hashes = [*before, *(message_ref(m).hash for m in call.messages[len(before) :])]
+        forest.requests.keep(call.messages, Request(keys, hashes), call.tools)
         forest.add(
             call.call_id,
             call.seq,
-            request_keys(call.messages, call.tools),
+            keys,
             Link(base, call.base_len if base else 0, parent, call.break_reason, call.break_index),
             np.frombuffer(call.prompt_ids, "<i4").astype(np.int32),
             np.frombuffer(call.response_ids, "<i4").astype(np.int32),
             call.response,
             call.finish_reason,
-            [message_ref(m).hash for m in call.messages],
+            hashes,
             delivered=call.delivered,
         )

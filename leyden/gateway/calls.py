@@ -12,7 +12,7 @@ import numpy as np
 
 from leyden.gateway.attempts import LiveAttempt
 from leyden.gateway.classify import classify, session
-from leyden.gateway.conversation import Link, Plan, request_keys
+from leyden.gateway.conversation import Link, Plan
 from leyden.gateway.dialects.base import Answer, Choice, ModelRequest, TokenLogprob
 from leyden.gateway.engines.completions import EngineClient, EngineTimeout, EngineUnreachable
 from leyden.gateway.engines.integrity import Sample, empty_sample, read_sample
@@ -20,11 +20,12 @@ from leyden.gateway.engines.registry import EngineRegistry
 from leyden.gateway.errors import Conflict, EngineFailed, Gone, Refused
 from leyden.gateway.lifecycle import ENGINE_FAILED
 from leyden.gateway.pause import Pause
+from leyden.gateway.prompting import HASH_MICROS, make_prompt, remember
 from leyden.gateway.renderer import ModelRenderer, Parsed, Prompt
 from leyden.gateway.sampling import effective as effective_sampling
 from leyden.gateway.signals import wait_until
 from leyden.gateway.store.base import Store
-from leyden.gateway.store.raw import RawRequest, message_ref, share, take_apart
+from leyden.gateway.store.raw import RawRequest, message_ref, raw_request, refs, share, values_of
 from leyden.gateway.store.records import CallCommit, MessageRef
 from leyden.schema import CallKind, EngineModel
 
@@ -33,6 +34,10 @@ log = logging.getLogger("leyden.gateway")
 ENGINE_TRIES = 4
 RETRY_SECONDS = 0.2
 """Before the second try; doubles. A restarting engine needs longer than this, a dropped connection less."""
+PARSE_MICROS = 0.5
+"""To take a token of an answer apart."""
+TOKEN_MICROS = 5.0
+"""To write a token of an answer with its log-probability."""
 MAX_RUNS_WARNED = 1000
 
 
@@ -79,7 +84,27 @@ class CallMaker:
                 as calls that must not be trained.
         """
         started = time.time()
-        prompt = await self.prompt(live, request)
+        prompt = await make_prompt(self.renderer, live.forest, request, live.info.capture, hold=True)
+        try:
+            return await self._answered(live, request, dialect, call_id, fingerprint, seq, started, prompt)
+        finally:
+            live.forest.release(prompt.plan)
+
+    async def prompt(self, live: LiveAttempt, request: ModelRequest) -> Prompt:
+        """The token ids that an engine would read for this request now."""
+        return await make_prompt(self.renderer, live.forest, request, live.info.capture)
+
+    async def _answered(
+        self,
+        live: LiveAttempt,
+        request: ModelRequest,
+        dialect: str,
+        call_id: str,
+        fingerprint: bytes,
+        seq: int,
+        started: float,
+        prompt: Prompt,
+    ) -> Answer:
         engine_len, model_len = self.engines.max_model_len(), self.renderer.max_model_len
         limit = engine_len if engine_len is not None else model_len
         used = effective_sampling(live.info.sampling, request.max_tokens, len(prompt.ids), limit)
@@ -96,15 +121,15 @@ class CallMaker:
             await self._record_failure(job, first)
             raise first from None
         samples = [t.result() for t in tasks]
-        parsed = await self.renderer.run(lambda: [self._parse(job, s) for s, _ in samples])
+        tokens = sum(len(s.ids) for s, _ in samples)
+        parsed = await self.renderer.run(
+            lambda: [self._parse(job, s) for s, _ in samples], micros=tokens * PARSE_MICROS
+        )
         await self._record(job, samples, parsed)
-        return await self.renderer.run(lambda: self._answer(job, [s for s, _ in samples], parsed))
-
-    async def prompt(self, live: LiveAttempt, request: ModelRequest) -> Prompt:
-        """The token ids that an engine would read for this request now."""
-        keys = await self.renderer.run(lambda: request_keys(request.messages, request.tools))
-        plan = live.forest.plan(request.messages, keys)
-        return await self.renderer.run(lambda: self.renderer.render(plan, request.messages, request.tools))
+        return await self.renderer.run(
+            lambda: self._answer(job, [s for s, _ in samples], parsed),
+            micros=tokens * TOKEN_MICROS if request.logprobs else 0,
+        )
 
     async def _sample(self, job: _Job, request_id: str) -> tuple[Sample, EngineModel]:
         """One continuation. Waits while paused; asks again when nothing was generated or the engine gave it up."""
@@ -162,8 +187,12 @@ class CallMaker:
         if not len(sample.ids):
             return Parsed(sample.text, None, [])
         stop = _stop_sequence(request, sample)
-        tools = request.tools if request.tool_choice == "auto" else None
-        return self.renderer.parse(job.prompt.ids, sample.ids, tools, stop)
+        tools = request.tools if request.tool_choice != "none" else None
+        said = self.renderer.parse(job.prompt.ids, sample.ids, tools, stop, job.prompt.forced)
+        if not request.parallel_tool_calls:
+            # As engines do: the client gets the first call. The tokens stay as they were sampled.
+            said.tool_calls = said.tool_calls[:1]
+        return said
 
     def _answer(self, job: _Job, samples: list[Sample], parsed: list[Parsed]) -> Answer:
         choices = []
@@ -195,7 +224,7 @@ class CallMaker:
 
     async def _record(self, job: _Job, samples: list[tuple[Sample, EngineModel]], parsed: list[Parsed]) -> None:
         """Commit the siblings and add them to the forest."""
-        refs, raw = await self.renderer.run(job.references)
+        refs, raw, values = await self.renderer.run(job.references, micros=job.new_chars() * HASH_MICROS)
         ended = time.time()
         commits = []
         for i, ((sample, engine), said) in enumerate(zip(samples, parsed, strict=True)):
@@ -206,6 +235,8 @@ class CallMaker:
         recorded = await self.store.commit_calls(commits)
         job.live.recorded(job.call_id, recorded.seq, recorded.first, recorded.last, raw.hashes())
         hashes = [r.hash for r in refs]
+        job.live.bodies.keep(values, [r.hash for r in raw.refs])
+        remember(job.live.forest, job.request, job.prompt, hashes)
         if job.relation.parent is not None:
             job.relation.parent.delivered = True
         for commit, (sample, _), said in zip(commits, samples, parsed, strict=True):
@@ -229,7 +260,7 @@ class CallMaker:
             kind = "engine refused"
         sample = empty_sample(f"{kind}: {error.message}")
         self._warn(job, f"{kind}: {error.message}")
-        refs, raw = await self.renderer.run(job.references)
+        refs, raw, _ = await self.renderer.run(job.references)
         try:
             await self.store.commit_calls([job.commit(job.call_id, sample, None, None, refs, raw, time.time())])
         except Refused as e:
@@ -261,13 +292,21 @@ class _Job:
     relation: Link
     kind: CallKind
 
-    def references(self) -> tuple[list[MessageRef], RawRequest]:
-        """The request's messages and its body as the store keeps them."""
+    def new_chars(self) -> int:
+        """About how many characters of the request aren't shared with an earlier call: its messages and its body."""
+        return 2 * 4 * (len(self.prompt.ids) - self.relation.base_len)
+
+    def references(self) -> tuple[list[MessageRef], RawRequest, list[Any]]:
+        """The request's messages and its body as the store keeps them, and the values of the body."""
         base = self.relation.base
-        raw = take_apart(self.request.body)
-        if base is not None:
-            raw = share(raw, base.call_id, self.live.raw_hashes.get(base.call_id, b""))
-        return [message_ref(m) for m in self.request.messages], raw
+        known, same = self.live.forest.requests.match(self.request.messages, self.request.tools)
+        before = known.made.hashes[:same] if known else []
+        messages = refs(self.request.messages, before, b"".join(base.request_hashes) if base else b"")
+        head, fields, values = values_of(self.request.body)
+        stored = self.live.raw_hashes.get(base.call_id, b"") if base else b""
+        body, same = self.live.bodies.match(values)
+        raw = raw_request(head, fields, refs(values, body.made[:same] if body else [], stored))
+        return messages, share(raw, base.call_id, stored) if base else raw, values
 
     def left_out(self) -> str | None:
         """Why the run doesn't train a call like this one."""

@@ -16,11 +16,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
 from leyden.gateway.canonical import Keys, Message, extended, plain_text, request_keys
+from leyden.gateway.memory import Memory
 from leyden.gateway.tokens import Ids
 
 __all__ = ["Forest", "Ids", "Keys", "Link", "Message", "Node", "Plan", "common_prefix", "link", "request_keys"]
@@ -39,8 +40,6 @@ BREAK_TOKENS = "tokens_differ"
 
 CACHED_LEAVES = 8
 """Conversations of an attempt whose tokens are kept in one piece; others are put together when they go on."""
-REMEMBERED_REQUESTS = 4
-"""Conversations of an attempt whose messages are kept to recognise them without hashing them again."""
 SUMMARY_CHARS = 80
 """An answer of at least this length that comes back inside a new conversation's messages was its summary."""
 RAW_ANSWER: Message = {"role": "assistant", "content": ""}
@@ -125,14 +124,12 @@ class Link:
     break_index: int | None = None
 
 
-@dataclass(slots=True)
-class Recent:
-    """A request of late, to recognise the next one of its conversation by comparison instead of by hashing."""
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A request as it was recognised: its keys, and the hashes of its messages as stored, once they are made."""
 
-    messages: list[Message]
-    tools: Sequence[dict[str, Any]] | None
     keys: Keys
-    hashes: list[bytes]
+    hashes: list[bytes] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -146,32 +143,8 @@ class Forest:
     """The first call, by tools and key of the request's messages."""
     _leaves: deque[Node] = field(default_factory=deque)
     """Nodes that keep their tokens in one piece."""
-    _recent: list[Recent] = field(default_factory=list)
-
-    def recall(self, messages: list[Message], tools: Sequence[dict[str, Any]] | None) -> tuple[Recent | None, int]:
-        """A recent request with the same tools, and how many of its messages `messages` begins with: the most."""
-        best, most = None, 0
-        for recent in self._recent:
-            if recent.tools != tools:
-                continue
-            same = len(recent.messages)
-            if recent.messages != messages[:same]:
-                pairs = zip(recent.messages, messages, strict=False)
-                same = next((i for i, (a, b) in enumerate(pairs) if a != b), min(same, len(messages)))
-            if same > most:
-                best, most = recent, same
-        return best, most
-
-    def remember(self, request: Recent) -> None:
-        """Keep a request for `recall`; it takes the place of the one that it goes on from."""
-        known, same = self.recall(request.messages, request.tools)
-        if known is not None and same == len(known.messages):
-            self._recent.remove(known)
-            # The equal messages of both are kept once.
-            request.messages = [*known.messages, *request.messages[same:]]
-        elif len(self._recent) >= REMEMBERED_REQUESTS:
-            self._recent.pop(0)
-        self._recent.append(request)
+    requests: Memory[Request] = field(default_factory=Memory)
+    """By messages, tagged with their tools."""
 
     def plan(self, messages: Sequence[Message], keys: Keys) -> Plan:
         """Find the longest recorded conversation that `messages` continues; `keys` are theirs (`request_keys`)."""

@@ -44,8 +44,8 @@ Mode = Literal["bridge", "render"]
 
 TAIL = 256
 """Tokens of a recorded prompt that a renderer is shown when it continues it: more than any opening of an answer."""
-INLINE_CHARS = 4000
-"""Work on fewer characters than this is done at once: handing it to a thread would take longer (docs/decisions.md)."""
+INLINE_MICROS = 300
+"""Work that takes no longer is done at once: handing it to a thread costs 40 to 150 µs (docs/decisions.md)."""
 COMPARED = 64
 """Tokens of text that tell why two prompts differ."""
 
@@ -105,9 +105,9 @@ class ModelRenderer:
         self._prompts = IdsCache()
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="leyden-render")
 
-    async def run(self, work: Callable[[], T], chars: int | None = None) -> T:
-        """Do work off the event loop, in the bounded pool; at once when it is on few characters."""
-        if chars is not None and chars <= INLINE_CHARS:
+    async def run(self, work: Callable[[], T], micros: float | None = None) -> T:
+        """Do work off the event loop, in the bounded pool; at once when it will take but a few `micros`econds."""
+        if micros is not None and micros <= INLINE_MICROS:
             return work()
         return await asyncio.get_running_loop().run_in_executor(self._pool, work)
 
@@ -144,8 +144,7 @@ class ModelRenderer:
         Raises:
             Invalid: the template can't render it.
         """
-        shown = orjson.dumps([list(messages), list(tools or ())], default=str)
-        key = hashlib.blake2b(shown, digest_size=16).digest()
+        key = _prompt_key(messages, tools)
         known = self._prompts.get(key)
         if known is not None:
             return known
@@ -161,6 +160,10 @@ class ModelRenderer:
         out.flags.writeable = False
         self._prompts.put(key, out, len(key))
         return out
+
+    def remembers(self, messages: Sequence[Message], tools: Tools) -> bool:
+        """Whether `full` has rendered this lately."""
+        return _prompt_key(messages, tools) in self._prompts
 
     def _continued(self, node: Node, new: Sequence[Message], tools: Tools) -> Ids | None:
         """The recorded tokens of `node`, then `new`; None when the renderer can't."""
@@ -294,6 +297,10 @@ class ModelRenderer:
     def token_texts(self, ids: Ids) -> list[bytes]:
         """The bytes of each token, where a token need not be a whole character."""
         return [self.codec.decode([int(i)]).encode() for i in ids]
+
+
+def _prompt_key(messages: Sequence[Message], tools: Tools) -> bytes:
+    return hashlib.blake2b(orjson.dumps([list(messages), list(tools or ())]), digest_size=16).digest()
 
 
 def _tool_call(call: ParsedToolCall) -> dict[str, Any] | None:

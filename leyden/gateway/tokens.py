@@ -38,6 +38,9 @@ class IdsCache:
     def bytes(self) -> int:
         return self._bytes
 
+    def __contains__(self, key: Hashable) -> bool:
+        return key in self._held
+
     def get(self, key: Hashable) -> Ids | None:
         with self._lock:
             found = self._held.get(key)

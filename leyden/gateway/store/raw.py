@@ -42,21 +42,45 @@ class RawRequest:
         return b"".join(r.hash for r in self.refs)
 
 
-def take_apart(body: dict[str, Any]) -> RawRequest:
+def refs(values: Sequence[Any], hashes: Sequence[bytes] = (), stored: bytes = b"") -> list[MessageRef]:
+    """The values as they are stored. `hashes` are those of the first ones, where they are known already.
+
+    A value whose hash is known and at its place in `stored`, the hashes of a call that shares its values, gets no body:
+    it won't be written.
+    """
+    same = 0
+    for known in hashes:
+        if stored[same * HASH_BYTES : (same + 1) * HASH_BYTES] != known:
+            break
+        same += 1
+    return [*(MessageRef(h, b"") for h in hashes[:same]), *map(message_ref, values[same:])]
+
+
+def values_of(body: dict[str, Any]) -> tuple[dict[str, Any], list[tuple[str, int | None]], list[Any]]:
+    """A body taken apart: its head, which field has how many values, and the values."""
     head: dict[str, Any] = {}
     fields: list[tuple[str, int | None]] = []
-    refs: list[MessageRef] = []
+    values: list[Any] = []
     for name in sorted(body, key=lambda n: n in _GROWING):
         value = body[name]
         if isinstance(value, list) and value:
             fields.append((name, len(value)))
-            refs.extend(map(message_ref, value))
+            values.extend(value)
         elif isinstance(value, dict) or (isinstance(value, str) and len(value) > _SHORT):
             fields.append((name, None))
-            refs.append(message_ref(value))
+            values.append(value)
         else:
             head[name] = value
-    return RawRequest(message_ref(head), orjson.dumps(fields).decode(), refs)
+    return head, fields, values
+
+
+def raw_request(head: dict[str, Any], fields: list[tuple[str, int | None]], values: Sequence[MessageRef]) -> RawRequest:
+    return RawRequest(message_ref(head), orjson.dumps(fields).decode(), values)
+
+
+def take_apart(body: dict[str, Any]) -> RawRequest:
+    head, fields, values = values_of(body)
+    return raw_request(head, fields, refs(values))
 
 
 def share(raw: RawRequest, base: str, base_hashes: bytes) -> RawRequest:
