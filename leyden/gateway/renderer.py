@@ -316,8 +316,8 @@ def _tool_call(call: ParsedToolCall) -> dict[str, Any] | None:
             text = json.dumps(arguments, allow_nan=False)
     except (ValueError, TypeError, RecursionError):
         return None
-    name = call.name or ""
-    if _utf8(name) != name or _utf8(text) != text:
+    name = call.name
+    if not isinstance(name, str) or _utf8(name) != name or _utf8(text) != text:
         return None
     # Harnesses keep ids that are alphanumeric and at most 40 characters long as they are.
     return {

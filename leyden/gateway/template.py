@@ -254,7 +254,7 @@ def split_calls(text: str) -> tuple[str, list[ParsedToolCall]]:
 
 
 def _read_call(match: re.Match[str]) -> ParsedToolCall | None:
-    return _made_call(_json(match.group(1))) if match.group(2) else None
+    return _made_call(_json(match.group(1)), match.group(1).strip()) if match.group(2) else None
 
 
 def bare_calls(text: str) -> tuple[str, list[ParsedToolCall]]:
@@ -268,16 +268,20 @@ def bare_calls(text: str) -> tuple[str, list[ParsedToolCall]]:
 
 def _json(text: str) -> Any:
     try:
-        return json.loads(text)
+        return json.loads(text, parse_constant=_refused)
     except (ValueError, RecursionError):
         return None
 
 
-def _made_call(value: Any) -> ParsedToolCall | None:
+def _refused(constant: str) -> Any:
+    raise ValueError(f"{constant} isn't JSON")
+
+
+def _made_call(value: Any, raw: str = "") -> ParsedToolCall | None:
     if not isinstance(value, dict) or not isinstance(value.get("name"), str) or not value["name"]:
         return None
     arguments = value.get("arguments", value.get("parameters", {}))
-    return ParsedToolCall(raw="", name=value["name"], arguments=arguments, status=ToolCallParseStatus.OK)
+    return ParsedToolCall(raw=raw, name=value["name"], arguments=arguments, status=ToolCallParseStatus.OK)
 
 
 def _think_end(codec: Codec, ids: list[int]) -> int:
