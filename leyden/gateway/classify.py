@@ -1,8 +1,8 @@
 """What a call is for. Pure.
 
 A harness makes calls beside its task: titles for sessions, summaries when its context is full, conversations of
-sub-agents, probes. Nothing in the dialects says which is which, so it is read, in this order, from what harnesses say in
-headers, from the conversation that a call continues, and from the words by which they ask. Words count only where
+sub-agents, probes. Nothing in the dialects says which is which, so it is read, in this order, from what harnesses say
+in headers, from the conversation that a call continues, and from the words by which they ask. Words count only where
 a wrong guess is unlikely: a call that has tools, or continues another, is never taken for a title.
 """
 

@@ -7,7 +7,8 @@ from typing import Any
 
 import orjson
 
-from leyden.gateway.dialects.base import Answer, Choice, Context, Message, ModelRequest, Stream
+from leyden.gateway.dialects import fields
+from leyden.gateway.dialects.base import Answer, Choice, Context, Message, ModelRequest, Stream, ToolChoice
 from leyden.gateway.errors import Refused
 
 MAX_CHOICES = 128
@@ -35,22 +36,23 @@ class OpenAIChat:
 
     def parse(self, body: dict[str, Any], context: Context) -> ModelRequest:
         _refuse_unsupported(body)
-        messages = body.get("messages")
-        if not isinstance(messages, list) or not messages:
+        messages = fields.listing(body, "messages")
+        if not messages:
             raise Refused("messages must be a non-empty list", param="messages")
-        options = body.get("stream_options")
+        tools = _tools(fields.listing(body, "tools"))
+        choice, only = _tool_choice(body.get("tool_choice"), tools)
+        options = fields.mapping(body, "stream_options")
+        parallel = body.get("parallel_tool_calls")
         return ModelRequest(
-            model=body["model"] if isinstance(body.get("model"), str) else "default",
+            model=fields.text(body, "model", "default"),
             messages=[_message(m, f"messages[{i}]") for i, m in enumerate(messages)],
-            tools=_tools(body.get("tools")),
-            tool_choice="none" if body.get("tool_choice") == "none" else "auto",
-            stream=_flag(body, "stream"),
-            include_usage=isinstance(options, dict) and options.get("include_usage") is True,
-            n=_count(body, "n", 1, MAX_CHOICES) or 1,
-            stop=_stop(body.get("stop")),
-            max_tokens=_count(body, "max_completion_tokens", 1) or _count(body, "max_tokens", 1),
-            logprobs=_flag(body, "logprobs"),
-            requested={name: body[name] for name in _SAMPLING if body.get(name) is not None},
+            tools=tools or None,
+            tool_choice=choice,
+            tool_name=only,
+            parallel_tool_calls=parallel is None or fields.flag(body, "parallel_tool_calls"),
+            response_format=_format(fields.mapping(body, "response_format")),
+            logprobs=fields.flag(body, "logprobs"),
+            **common(body, options),
         )
 
     def fingerprint_parts(self, body: dict[str, Any], context: Context) -> dict[str, Any]:
@@ -74,7 +76,7 @@ class OpenAIChat:
                     "finish_reason": _finish(choice),
                 }
             )
-        return orjson.dumps({**_head(answer, "chat.completion"), "choices": choices, "usage": _usage(answer)})
+        return orjson.dumps({**_head(answer, "chat.completion"), "choices": choices, "usage": usage(answer)})
 
     def stream(self, call_id: str, created: int, request: ModelRequest) -> Stream:
         return ChatStream(call_id, created, request)
@@ -99,7 +101,7 @@ class ChatStream:
         # An empty delta of a choice: clients that would trip over `choices: []` or drop comments take it as progress.
         choice = {"index": 0, "delta": {"content": ""}, "finish_reason": None}
         head = {"id": f"chatcmpl-{self._call_id}", "object": "chat.completion.chunk", "created": self._created}
-        return _event({**head, "model": self._request.model, "choices": [choice]})
+        return fields.event({**head, "model": self._request.model, "choices": [choice]})
 
     def answer(self, answer: Answer) -> Iterator[bytes]:
         head = _head(answer, "chat.completion.chunk")
@@ -108,7 +110,7 @@ class ChatStream:
 
         def chunk(index: int, delta: dict[str, Any], finish: str | None = None, logprobs: Any = None) -> bytes:
             choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
-            return _event({**head, "choices": [choice], **tail})
+            return fields.event({**head, "choices": [choice], **tail})
 
         for index, choice in enumerate(answer.choices):
             yield chunk(index, {"role": "assistant", "content": ""})
@@ -124,11 +126,11 @@ class ChatStream:
                 yield chunk(index, {"tool_calls": [rest]})
             yield chunk(index, {}, _finish(choice))
         if self._request.include_usage:
-            yield _event({**head, "choices": [], "usage": _usage(answer)})
+            yield fields.event({**head, "choices": [], "usage": usage(answer)})
         yield b"data: [DONE]\n\n"
 
     def error(self, error: Refused) -> bytes:
-        return _event({"error": error_body(error)})
+        return fields.event({"error": error_body(error)})
 
 
 def _model(name: str, created: int, max_model_len: int | None) -> dict[str, Any]:
@@ -140,15 +142,11 @@ def error_body(error: Refused) -> dict[str, Any]:
     return {"message": error.message, "type": kind, "param": error.param, "code": error.code}
 
 
-def _event(value: dict[str, Any]) -> bytes:
-    return b"data: " + orjson.dumps(value) + b"\n\n"
-
-
 def _head(answer: Answer, kind: str) -> dict[str, Any]:
     return {"id": f"chatcmpl-{answer.call_id}", "object": kind, "created": answer.created, "model": answer.model}
 
 
-def _usage(answer: Answer) -> dict[str, int]:
+def usage(answer: Answer) -> dict[str, int]:
     completion = sum(c.completion_tokens for c in answer.choices)
     return {
         "prompt_tokens": answer.prompt_tokens,
@@ -171,59 +169,65 @@ def _logprobs(choice: Choice) -> dict[str, Any] | None:
     return {"content": content, "refusal": None}
 
 
-def _unsupported(field: str, detail: str) -> Refused:
-    return Refused(f"{field} isn't supported here: {detail}", param=field, code="unsupported_parameter")
+def common(body: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
+    """What chat and text completions have in common, as fields of a ModelRequest."""
+    for name in ("temperature", "top_p", "presence_penalty", "frequency_penalty"):
+        fields.number(body, name)
+    fields.count(body, "seed", -(2**63))
+    return {
+        "stream": fields.flag(body, "stream"),
+        "include_usage": fields.flag(options, "include_usage"),
+        "n": fields.count(body, "n", 1, MAX_CHOICES) or 1,
+        "stop": fields.strings(body, "stop"),
+        "max_tokens": fields.count(body, "max_completion_tokens", 1) or fields.count(body, "max_tokens", 1),
+        "requested": fields.asked(body, _SAMPLING),
+    }
 
 
 def _refuse_unsupported(body: dict[str, Any]) -> None:
     """Refuse what would change the meaning of the answer. Fields that are only hints are ignored."""
-    shape = body.get("response_format")
-    if shape is not None and (not isinstance(shape, dict) or shape.get("type") != "text"):
-        kind = shape.get("type") if isinstance(shape, dict) else shape
-        raise _unsupported("response_format", f"type {kind!r} would need constrained sampling; ask for it in words")
-    choice = body.get("tool_choice")
-    if choice not in (None, "auto", "none"):
-        raise _unsupported("tool_choice", "only auto and none are; a forced call would need constrained sampling")
     if body.get("functions") or body.get("function_call"):
-        raise _unsupported("functions", "use tools")
+        raise fields.unsupported("functions", "use tools")
     if body.get("top_logprobs"):
-        raise _unsupported("top_logprobs", "only log-probabilities of the sampled tokens are recorded")
-    if body.get("audio") or any(m != "text" for m in body.get("modalities") or []):
-        raise _unsupported("modalities", "this model writes text only")
+        raise fields.unsupported("top_logprobs", "only log-probabilities of the sampled tokens are recorded")
+    modalities = fields.listing(body, "modalities")
+    if body.get("audio") or any(m != "text" for m in modalities):
+        raise fields.unsupported("modalities", "this model writes text only")
     if body.get("web_search_options") is not None:
-        raise _unsupported("web_search_options", "this model has no web search")
+        raise fields.unsupported("web_search_options", "this model has no web search")
 
 
-def _flag(body: dict[str, Any], name: str) -> bool:
-    value = body.get(name)
-    if value is not None and not isinstance(value, bool):
-        raise Refused(f"{name} must be true or false", param=name)
-    return bool(value)
-
-
-def _count(body: dict[str, Any], name: str, least: int, most: int | None = None) -> int | None:
-    value = body.get(name)
-    if value is None:
+def _format(shape: dict[str, Any]) -> dict[str, Any] | None:
+    kind = shape.get("type", "text")
+    if kind == "text":
         return None
-    if isinstance(value, bool) or not isinstance(value, int) or value < least or (most is not None and value > most):
-        limit = f"at least {least}" if most is None else f"from {least} to {most}"
-        raise Refused(f"{name} must be a whole number {limit}, not {value!r}", param=name)
-    return value
+    if kind == "json_object":
+        return {"type": "json_object"}
+    given = shape.get("json_schema")
+    if kind == "json_schema" and isinstance(given, dict) and isinstance(given.get("schema"), dict):
+        return {"type": "json_schema", "name": str(given.get("name") or "answer"), "schema": given["schema"]}
+    raise Refused(
+        "response_format must be of type text, json_object, or json_schema with json_schema.schema",
+        param="response_format",
+    )
 
 
-def _stop(value: Any) -> list[str]:
-    stops = [] if value is None else [value] if isinstance(value, str) else value
-    if not isinstance(stops, list) or not all(isinstance(s, str) for s in stops):
-        raise Refused("stop must be a string or a list of strings", param="stop")
-    return [s for s in stops if s]
+def _tool_choice(value: Any, tools: list[dict[str, Any]]) -> tuple[ToolChoice, str | None]:
+    if value is None or value == "auto":
+        return "auto", None
+    if value == "none":
+        return "none", None
+    if value == "required" and tools:
+        return "required", None
+    function = value.get("function") if isinstance(value, dict) and value.get("type") == "function" else None
+    name = function.get("name") if isinstance(function, dict) else None
+    if name is not None and any(t["function"]["name"] == name for t in tools):
+        return "required", name
+    raise Refused("tool_choice must be auto, none, required, or a function of tools by name", param="tool_choice")
 
 
-def _tools(value: Any) -> list[dict[str, Any]] | None:
-    if value is None:
-        return None
-    if not isinstance(value, list):
-        raise Refused("tools must be a list", param="tools")
-    for i, tool in enumerate(value):
+def _tools(values: list[Any]) -> list[dict[str, Any]]:
+    for i, tool in enumerate(values):
         where = f"tools[{i}]"
         if not isinstance(tool, dict) or tool.get("type") != "function":
             kind = tool.get("type") if isinstance(tool, dict) else tool
@@ -231,16 +235,19 @@ def _tools(value: Any) -> list[dict[str, Any]] | None:
         function = tool.get("function")
         if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
             raise Refused(f"{where}.function needs a name", param=where)
-    return value or None
+        if not isinstance(function.get("parameters", {}), dict | None):
+            raise Refused(f"{where}.function.parameters must be an object", param=where)
+    return values
 
 
 def _message(value: Any, where: str) -> Message:
     if not isinstance(value, dict):
         raise Refused(f"{where} must be an object", param=where)
-    role = _ROLES.get(value.get("role", ""))
+    said = value.get("role")
+    role = _ROLES.get(said) if isinstance(said, str) else None
     if role is None:
-        raise Refused(f"{where}: role {value.get('role')!r} isn't one of {', '.join(_ROLES)}", param=where)
-    out: Message = {"role": role, "content": _text(value.get("content"), where)}
+        raise Refused(f"{where}: role {said!r} isn't one of {', '.join(_ROLES)}", param=where)
+    out: Message = {"role": role, "content": _content(value.get("content"), where, images=role in ("user", "tool"))}
     for name in ("name", "tool_call_id"):
         if isinstance(value.get(name), str):
             out[name] = value[name]
@@ -248,10 +255,8 @@ def _message(value: Any, where: str) -> Message:
         reasoning = value.get("reasoning_content") or value.get("reasoning")
         if isinstance(reasoning, str):
             out["reasoning_content"] = reasoning
-        calls = value.get("tool_calls")
+        calls = fields.listing(value, "tool_calls")
         if calls:
-            if not isinstance(calls, list):
-                raise Refused(f"{where}.tool_calls must be a list", param=where)
             out["tool_calls"] = [_tool_call(c, f"{where}.tool_calls[{i}]") for i, c in enumerate(calls)]
     return out
 
@@ -260,32 +265,33 @@ def _tool_call(value: Any, where: str) -> dict[str, Any]:
     function = value.get("function") if isinstance(value, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise Refused(f"{where}: only calls of functions with a name are supported", param=where)
-    arguments = function.get("arguments")
-    if not isinstance(arguments, str):
-        arguments = "" if arguments is None else orjson.dumps(arguments).decode()
-    name = function["name"]
-    return {"id": value.get("id"), "type": "function", "function": {"name": name, "arguments": arguments}}
+    arguments = fields.arguments_text(function.get("arguments"))
+    return {
+        "id": value.get("id"),
+        "type": "function",
+        "function": {"name": function["name"], "arguments": arguments},
+    }
 
 
-def _text(content: Any, where: str) -> str:
-    """The text of a message's content: a string, a list of text parts, or nothing."""
+def _content(content: Any, where: str, *, images: bool) -> str | list[dict[str, Any]]:
+    """A message's content: a string, a list of parts, or nothing."""
     if content is None or isinstance(content, str):
         return content or ""
     if not isinstance(content, list):
-        raise Refused(f"{where}.content must be text or a list of text parts", param=where)
-    parts = []
-    for i, part in enumerate(content):
-        if isinstance(part, str):
-            parts.append(part)
-        elif isinstance(part, dict) and isinstance(part.get("text"), str):
-            parts.append(part["text"])
-        elif isinstance(part, dict) and isinstance(part.get("refusal"), str):
-            parts.append(part["refusal"])
-        else:
-            kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-            raise Refused(
-                f"{where}.content[{i}]: {kind!r} isn't supported, this model reads text only",
-                param=f"{where}.content[{i}]",
-                code="unsupported_content",
-            )
-    return "".join(parts)
+        raise Refused(f"{where}.content must be text or a list of parts", param=where)
+    return fields.as_content([_part(p, f"{where}.content[{i}]", images) for i, p in enumerate(content)])
+
+
+def _part(part: Any, where: str, images: bool) -> dict[str, Any]:
+    if isinstance(part, str):
+        return {"type": "text", "text": part}
+    if isinstance(part, dict):
+        for name in ("text", "refusal"):
+            if isinstance(part.get(name), str):
+                return {"type": "text", "text": part[name]}
+        image = part.get("image_url")
+        url = image.get("url") if isinstance(image, dict) else image
+        if images and part.get("type") == "image_url" and isinstance(url, str):
+            return {"type": "image", "url": url}
+    kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+    raise Refused(f"{where}: {kind!r} isn't supported here", param=where, code="unsupported_content")
