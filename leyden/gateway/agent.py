@@ -19,6 +19,7 @@ from leyden.gateway.delivery import ClientGone, Delivery, Receive, Send, send_js
 from leyden.gateway.dialects.anthropic import AnthropicMessages
 from leyden.gateway.dialects.base import Context, Dialect, ModelRequest
 from leyden.gateway.dialects.openai_chat import OpenAIChat
+from leyden.gateway.dialects.openai_completions import OpenAICompletions
 from leyden.gateway.dialects.openai_responses import OpenAIResponses
 from leyden.gateway.errors import NotFound, Refused
 from leyden.gateway.keys import Action, Target, key_from_headers
@@ -58,6 +59,7 @@ class AgentApp:
         chat, self._messages = OpenAIChat(), AnthropicMessages()
         self._posts: dict[tuple[str, str], Dialect] = {
             ("/openai/v1", "chat/completions"): chat,
+            ("/openai/v1", "completions"): OpenAICompletions(),
             ("/openai/v1", "responses"): OpenAIResponses(),
             ("/anthropic/v1", "messages"): self._messages,
         }

@@ -187,6 +187,8 @@ class CallMaker:
         if not len(sample.ids):
             return Parsed(sample.text, None, [])
         stop = _stop_sequence(request, sample)
+        if request.prompt is not None:
+            return Parsed(self.renderer.text(sample.ids, stop), None, [])
         tools = request.tools if request.tool_choice != "none" else None
         said = self.renderer.parse(job.prompt.ids, sample.ids, tools, stop, job.prompt.forced)
         if not request.parallel_tool_calls:

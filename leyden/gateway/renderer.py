@@ -288,6 +288,11 @@ class ModelRenderer:
             text += self._plain_text(ids[end:], None).rstrip()
         return text, calls
 
+    def text(self, response: Ids, stop: str | None) -> str:
+        """An answer to a prompt that the client wrote itself: all of its text, up to the end or `stop`."""
+        text = _utf8(self._plain_text(response.tolist(), None))
+        return text[: text.index(stop)] if stop is not None and stop in text else text
+
     def _plain_text(self, ids: list[int], reasoning: str | None) -> str:
         stops = set(self.stop_token_ids)
         end = next((i for i, token in enumerate(ids) if token in stops), len(ids))

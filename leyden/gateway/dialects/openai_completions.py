@@ -30,7 +30,9 @@ class OpenAICompletions(OpenAIChat):
             raise fields.unsupported("best_of", "every sample is given back; use n")
         asked = fields.count(body, "logprobs", 0)
         if asked is not None and asked > 1:
-            raise fields.unsupported("logprobs", "only log-probabilities of the sampled tokens are recorded; use 0 or 1")
+            raise fields.unsupported(
+                "logprobs", "only log-probabilities of the sampled tokens are recorded; use 0 or 1"
+            )
         return ModelRequest(
             model=fields.text(body, "model", "default"),
             prompt=_prompt(body.get("prompt")),
@@ -40,7 +42,9 @@ class OpenAICompletions(OpenAIChat):
 
     def json_answer(self, answer: Answer, request: ModelRequest) -> bytes:
         choices = [_choice(i, c, c.text, _finish(c)) for i, c in enumerate(answer.choices)]
-        return orjson.dumps({**_head(answer.call_id, answer.created, answer.model), "choices": choices, "usage": usage(answer)})
+        return orjson.dumps(
+            {**_head(answer.call_id, answer.created, answer.model), "choices": choices, "usage": usage(answer)}
+        )
 
     def stream(self, call_id: str, created: int, request: ModelRequest) -> Stream:
         return CompletionStream(call_id, created, request)
