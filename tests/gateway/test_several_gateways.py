@@ -188,3 +188,34 @@ async def test_the_same_message_may_be_deleted_and_recorded_at_once(two: tuple[W
     await asyncio.gather(*[cycle(w, i) for i, w in enumerate([one, other, one, other])])
     left = await one.gateway.store.db.read(lambda db: db.execute("SELECT count(*) FROM messages").fetchone()[0])
     assert left == 0
+
+
+async def test_a_database_that_drops_its_connections_costs_no_call(two: tuple[World, World]) -> None:
+    one, other = two
+    claim = await one.claim()
+    one.engine.default = Reply(delay=0.2)
+
+    def drop_others(db: Any) -> int:
+        found = db.execute(
+            "SELECT count(pg_terminate_backend(pid)) FROM pg_stat_activity"
+            " WHERE pid <> pg_backend_pid() AND datname = current_database()"
+        )
+        return found.fetchone()[0]
+
+    for world in (one, other):
+        asking = [
+            asyncio.create_task(
+                w.chat(claim.agent_key, {"messages": [{"role": "user", "content": f"{world.url} {i}"}]})
+            )
+            for i, w in enumerate(two * 3)
+        ]
+        await asyncio.sleep(0.1)
+        assert await world.gateway.store.db.read(drop_others) > 4
+        assert [status for status, _ in await asyncio.gather(*asking)] == [200] * 6
+    assert len((await one.admin.trajectory(claim.rollout.rollout_id)).calls) == 12
+    # What happens elsewhere is heard again, too.
+    await asyncio.sleep(1.5)
+    waiting = asyncio.create_task(one.admin.terminal(0, wait_seconds=20))
+    await asyncio.sleep(0.2)
+    await other.admin.outcome(claim.rollout.rollout_id, "0", OutcomeReport(controller_id="c1", outcome=Outcome.TIMEOUT))
+    assert len((await asyncio.wait_for(waiting, 5)).items) == 1

@@ -16,7 +16,7 @@ import threading
 import time
 import uuid
 import zlib
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from enum import Enum
 from typing import Any, LiteralString, TypeVar, cast
@@ -25,7 +25,7 @@ import psycopg
 from psycopg import errors
 
 from leyden.errors import PreflightError
-from leyden.gateway.errors import Refused, StoreUnavailable
+from leyden.gateway.errors import StoreUnavailable
 from leyden.gateway.store.address import shown
 from leyden.gateway.store.connection import Work
 from leyden.gateway.store.ddl import MIGRATIONS
@@ -37,6 +37,9 @@ READERS = 4
 MAX_QUEUED_WRITES = 20_000
 TRIES = 6
 """Runs of a transaction that others keep getting in the way of."""
+PATIENCE_SECONDS = 10.0
+"""How long a transaction waits for a database that can't be reached, as while it restarts."""
+RETRY_SECONDS = 0.2
 RECONNECT_SECONDS = 1.0
 CONNECT_TIMEOUT = 10
 _CHANNEL = "leyden"
@@ -212,19 +215,51 @@ class PostgresDatabase:
         return connection
 
     def _read(self, work: Work[T]) -> T:
-        for again in (True, False):
+        return self._patiently(lambda: self._transact(work, "BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY"))
+
+    def _write(self, work: Work[T]) -> T:
+        return self._patiently(lambda: self._transact(work, "BEGIN"))
+
+    def _transact(self, work: Work[T], begin: str) -> T:
+        connection = self._own_connection()
+        connection.execute(cast(LiteralString, begin))
+        try:
+            result = work(_Transaction(connection, self._origin))
+        except BaseException:
+            if not connection.closed:
+                connection.execute("ROLLBACK")
+            raise
+        try:
+            connection.execute("COMMIT")
+        except psycopg.OperationalError as e:
+            if connection.closed:
+                raise _Unknown from e
+            raise
+        return result
+
+    def _patiently(self, transact: Callable[[], T]) -> T:
+        """Run a transaction again when others got in its way, or when the connection was lost before its commit."""
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        met = 0
+        while True:
             try:
-                connection = self._own_connection()
-                connection.execute("BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY")
-                try:
-                    return work(_Transaction(connection, self._origin))
-                finally:
-                    if not connection.closed:
-                        connection.execute("ROLLBACK")
-            except psycopg.OperationalError as e:
-                if not again:
+                return transact()
+            except _MEETINGS as e:
+                met += 1
+                if met == TRIES:
                     raise _unavailable(e) from e
-        raise AssertionError("unreachable")
+                time.sleep(0.002 * 2**met)
+            except psycopg.OperationalError as e:
+                connection: psycopg.Connection[Any] | None = getattr(self._local, "connection", None)
+                connected = connection is not None and not connection.closed
+                if connected or self._closed or time.monotonic() > deadline:
+                    raise _unavailable(e) from e
+                time.sleep(RETRY_SECONDS)
+            except _Unknown as e:
+                raise StoreUnavailable(
+                    "the store's database went away while it was writing; this request may have been kept or not",
+                    status=503,
+                ) from e
 
     def _run(self) -> None:
         while (item := self._queue.get()) is not None:
@@ -240,21 +275,9 @@ class PostgresDatabase:
             except RuntimeError:  # The loop is closed: nobody waits any more.
                 continue
 
-    def _write(self, work: Work[T]) -> T:
-        for tried in range(1, TRIES + 1):
-            try:
-                connection = self._own_connection()
-                with connection.transaction():
-                    return work(_Transaction(connection, self._origin))
-            except _MEETINGS as e:
-                if tried == TRIES:
-                    raise _unavailable(e) from e
-                time.sleep(0.002 * 2**tried)
-            except Refused:
-                raise
-            except psycopg.OperationalError as e:
-                raise _unavailable(e) from e
-        raise AssertionError("unreachable")
+
+class _Unknown(Exception):
+    """The connection was lost during a commit: whether it happened isn't known."""
 
 
 def _resolve(future: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:
@@ -272,6 +295,8 @@ def _first_line(error: BaseException) -> str:
 
 
 def _unavailable(error: BaseException) -> StoreUnavailable:
+    if isinstance(error, errors.DiskFull):
+        return StoreUnavailable(f"the store's database has no space: {_first_line(error)}; free some and try again")
     return StoreUnavailable(f"the store's database doesn't answer as it should: {_first_line(error)}; try again later",
                             status=503)  # fmt: skip
 
