@@ -24,7 +24,7 @@ from leyden.gateway.options import GatewayOptions, engine_key
 from leyden.gateway.pause import Pause
 from leyden.gateway.renderer import ModelRenderer
 from leyden.gateway.signals import Signal, wait_until
-from leyden.gateway.store.base import Store, open_store
+from leyden.gateway.store.base import DELIVERY_SECONDS, Store, open_store
 from leyden.gateway.store.records import Changed, Ended, KeyOwner, StoredCall
 from leyden.schema import (
     TERMINAL_STATES,
@@ -43,8 +43,6 @@ log = logging.getLogger("leyden.gateway")
 
 MAX_CALLS = 8192
 """Calls held at once. Each costs a connection and its request in memory."""
-DELIVERY_SECONDS = 0.5
-"""How long after its recording an answer of another gateway may still be on its way to the client there."""
 SWEEP_SECONDS = 0.5
 LAG_SECONDS = 0.1
 

@@ -142,6 +142,17 @@ async def test_the_end_of_an_attempt_reaches_its_calls_everywhere(two: tuple[Wor
         assert len(other.gateway.live) == 0
 
 
+async def test_what_one_gateway_just_delivered_counts_when_another_ends_the_attempt(two: tuple[World, World]) -> None:
+    one, other = two
+    for _ in range(10):
+        claim = await one.claim(controller="c")
+        rollout_id = claim.rollout.rollout_id
+        await asyncio.gather(one.chat(claim.agent_key, BODY), one.chat(claim.agent_key, BODY))
+        await other.admin.outcome(rollout_id, "0", OutcomeReport(controller_id="c", outcome=Outcome.TIMEOUT))
+        calls = (await other.admin.trajectory(rollout_id)).calls
+        assert [c.delivered for c in calls] == [True, True]
+
+
 async def test_leases_expire_once(two: tuple[World, World]) -> None:
     one, other = two
     await one.admin.create_rollouts([RolloutCreate(input=i, rollout_id=f"r{i}") for i in range(10)])

@@ -6,6 +6,8 @@ Methods raise leyden.gateway.errors.Refused.
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -55,6 +57,10 @@ def open_store(address: StoreAddress) -> Store:
     except ImportError as e:
         raise PreflightError(f"a PostgreSQL store needs leyden[postgres]: pip install 'leyden[postgres]' ({e})") from e
     return Store(PostgresDatabase(str(address)))
+
+
+DELIVERY_SECONDS = 0.5
+"""How long after its recording an answer of another gateway may still be on its way to the client there."""
 
 
 class Store:
@@ -147,8 +153,17 @@ class Store:
 
     async def report_outcome(self, rollout_id: str, attempt_id: str, report: OutcomeReport) -> Changed:
         if self.shared:
-            await self.db.settled()  # What was delivered before counts; there is more than one writer.
+            await self._deliveries(rollout_id, attempt_id)
         return await self._write(lambda db: attempts.report_outcome(db, rollout_id, attempt_id, report))
+
+    async def _deliveries(self, rollout_id: str, attempt_id: str) -> None:
+        """Give other gateways a moment to note what they have just delivered: after the end it would be too late."""
+        await self.db.settled()
+        since = time.time() - DELIVERY_SECONDS
+        while time.time() < since + 2 * DELIVERY_SECONDS:
+            if not await self.db.read(lambda db: calls.on_their_way(db, rollout_id, attempt_id, since)):
+                return
+            await asyncio.sleep(DELIVERY_SECONDS / 10)
 
     async def key_owner(self, key_hash: bytes) -> KeyOwner | None:
         """The attempt of a key, or None for a key that was never given out."""

@@ -213,6 +213,16 @@ def is_delivered(db: Connection, call_id: str) -> bool:
     return row is not None and bool(row[0])
 
 
+def on_their_way(db: Connection, rollout_id: str, attempt_id: str, since: float) -> bool:
+    """Whether calls recorded since then have an answer of which no delivery is known."""
+    found = db.execute(
+        "SELECT 1 FROM calls WHERE rollout_id = ? AND attempt_id = ? AND ended_at >= ? AND delivered = 0"
+        " AND response IS NOT NULL LIMIT 1",
+        (rollout_id, attempt_id, since),
+    )
+    return found.fetchone() is not None
+
+
 def untrainable_counts(db: Connection) -> dict[str, int]:
     """Calls that must not be trained, by kind of reason (the part before the colon)."""
     out: dict[str, int] = {}
