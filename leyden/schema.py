@@ -307,8 +307,9 @@ class EngineModel(BaseModel):
     model: str
     endpoint: str
     version: int = 0
-    kind: Literal["leyden", "vllm", "openai"] = "vllm"
-    max_model_len: int | None = None
+    kind: Literal["leyden", "vllm", "sglang", "openai"] = "vllm"
+    max_model_len: int | None = Field(default=None, ge=1)
+    max_concurrency: int = Field(default=256, ge=1, description="calls that it is given at once; others wait in turn")
 
 
 class ClaimRequest(BaseModel):

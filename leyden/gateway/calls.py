@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -14,26 +15,23 @@ from leyden.gateway.attempts import LiveAttempt
 from leyden.gateway.classify import classify, session
 from leyden.gateway.conversation import Link, Plan
 from leyden.gateway.dialects.base import Answer, Choice, ModelRequest, TokenLogprob
-from leyden.gateway.engines.completions import EngineClient, EngineTimeout, EngineUnreachable
-from leyden.gateway.engines.integrity import Sample, empty_sample, read_sample
-from leyden.gateway.engines.registry import EngineRegistry
-from leyden.gateway.errors import Conflict, EngineFailed, Gone, Refused
+from leyden.gateway.engines.client import EngineTimeout
+from leyden.gateway.engines.integrity import Sample, empty_sample
+from leyden.gateway.engines.protocol import Ask, Chat, Said
+from leyden.gateway.engines.registry import route
+from leyden.gateway.errors import Conflict, Gone, Refused
+from leyden.gateway.generation import Generator
 from leyden.gateway.lifecycle import ENGINE_FAILED
-from leyden.gateway.pause import Pause
 from leyden.gateway.prompting import HASH_MICROS, make_prompt, remember
 from leyden.gateway.renderer import ModelRenderer, Parsed, Prompt
 from leyden.gateway.sampling import effective as effective_sampling
-from leyden.gateway.signals import wait_until
 from leyden.gateway.store.base import Store
 from leyden.gateway.store.raw import RawRequest, message_ref, raw_request, refs, share, values_of
 from leyden.gateway.store.records import CallCommit, MessageRef
-from leyden.schema import CallKind, EngineModel
+from leyden.schema import CallKind, CaptureConfig, EngineModel, ModelRoute
 
 log = logging.getLogger("leyden.gateway")
 
-ENGINE_TRIES = 4
-RETRY_SECONDS = 0.2
-"""Before the second try; doubles. A restarting engine needs longer than this, a dropped connection less."""
 PARSE_MICROS = 0.5
 """To take a token of an answer apart."""
 TOKEN_MICROS = 5.0
@@ -49,8 +47,6 @@ class Counters:
     replayed: int = 0
     abandoned: int = 0
     nan_logprobs: int = 0
-    engine_retries: int = 0
-    engine_aborts: int = 0
     _warned: dict[str | None, None] = field(default_factory=dict)
 
     def first_of_run(self, run: str | None) -> bool:
@@ -68,11 +64,8 @@ class CallMaker:
 
     store: Store
     renderer: ModelRenderer
-    engines: EngineRegistry
-    client: EngineClient
-    pause: Pause
+    generator: Generator
     counters: Counters
-    request_timeout: float
 
     async def make(
         self, live: LiveAttempt, request: ModelRequest, dialect: str, call_id: str, fingerprint: bytes, seq: int
@@ -84,9 +77,15 @@ class CallMaker:
                 as calls that must not be trained.
         """
         started = time.time()
-        prompt = await make_prompt(self.renderer, live.forest, request, live.info.capture, hold=True)
+        where = route(live.info.capture.routes, self.generator.engines.served_model, request.model)
+        by_engine = self._by_engine(live.info.capture, request, where)
+        prompt = await make_prompt(
+            self.renderer, live.forest, request, live.info.capture, hold=True, by_engine=by_engine
+        )
         try:
-            return await self._answered(live, request, dialect, call_id, fingerprint, seq, started, prompt)
+            return await self._answered(
+                live, request, dialect, call_id, fingerprint, seq, started, prompt, where, by_engine
+            )
         finally:
             live.forest.release(prompt.plan)
 
@@ -104,86 +103,82 @@ class CallMaker:
         seq: int,
         started: float,
         prompt: Prompt,
+        where: ModelRoute,
+        by_engine: bool,
     ) -> Answer:
-        engine_len, model_len = self.engines.max_model_len(), self.renderer.max_model_len
-        limit = engine_len if engine_len is not None else model_len
+        engine_len = self.generator.engines.max_model_len(where.model)
+        limit = engine_len if engine_len is not None or by_engine else self.renderer.max_model_len
         used = effective_sampling(live.info.sampling, request.max_tokens, len(prompt.ids), limit)
         relation = self.renderer.relate(prompt.plan, prompt.ids, prompt.reason)
         kind = _kind(live, request, prompt.plan)
         job = _Job(
-            live, request, dialect, call_id, fingerprint, seq, started, prompt.plan, prompt, used, relation, kind
+            live, request, dialect, call_id, fingerprint, seq, started, prompt.plan, prompt, used, relation, kind, where
         )
         try:
             async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(self._sample(job, f"{call_id}-{i}")) for i in range(request.n)]
+                asks = [self._ask(job, by_engine, f"{call_id}-{i}") for i in range(request.n)]
+                rollout_id = live.info.rollout_id
+                tasks = [group.create_task(self.generator.sample(rollout_id, where.model, ask)) for ask in asks]
         except* Refused as errors:
             first = _first(errors)
             await self._record_failure(job, first)
             raise first from None
-        samples = [t.result() for t in tasks]
+        said = [t.result()[0] for t in tasks]
+        samples = [(t.result()[0].sample, t.result()[1]) for t in tasks]
+        if by_engine:
+            job = self._as_rendered(job, said)
         tokens = sum(len(s.ids) for s, _ in samples)
-        parsed = await self.renderer.run(
-            lambda: [self._parse(job, s) for s, _ in samples], micros=tokens * PARSE_MICROS
-        )
+        parsed = await self.renderer.run(lambda: [self._parse(job, s) for s in said], micros=tokens * PARSE_MICROS)
         await self._record(job, samples, parsed)
         return await self.renderer.run(
             lambda: self._answer(job, [s for s, _ in samples], parsed),
             micros=tokens * TOKEN_MICROS if request.logprobs else 0,
         )
 
-    async def _sample(self, job: _Job, request_id: str) -> tuple[Sample, EngineModel]:
-        """One continuation. Waits while paused; asks again when nothing was generated or the engine gave it up."""
-        left = self.request_timeout
-        failed: list[str] = []
-        while True:
-            await self.pause.passed()
-            engine = self.engines.pick(job.live.info.rollout_id, failed)
-            if engine is None:
-                left = await self._await_engine(left)
-                continue
-            self.pause.inflight += 1
-            begun = time.monotonic()
-            try:
-                completion = await self.client.complete(
-                    engine,
-                    job.prompt.ids,
-                    job.effective,
-                    job.request.stop,
-                    self.renderer.stop_token_ids,
-                    request_id,
-                    left,
-                )
-            except EngineUnreachable as e:
-                failed.append(engine.endpoint)
-                left -= time.monotonic() - begun
-                delay = RETRY_SECONDS * 2 ** (len(failed) - 1)
-                if len(failed) >= ENGINE_TRIES or left <= delay:
-                    raise EngineFailed(f"{e.message} ({len(failed)} tries)", status=502) from e
-            else:
-                sample = read_sample(completion.choice, completion.usage, job.prompt.ids, completion.version)
-                if sample.finish_reason != "abort":
-                    return sample, engine
-                self.counters.engine_aborts += 1
-                left -= time.monotonic() - begun
-                delay = RETRY_SECONDS
-                if left <= delay:
-                    raise EngineTimeout(f"the engine kept aborting this call for {self.request_timeout:g} s")
-            finally:
-                self.pause.inflight -= 1
-            self.counters.engine_retries += 1
-            left -= delay
-            await asyncio.sleep(delay)
+    def _by_engine(self, capture: CaptureConfig, request: ModelRequest, where: ModelRoute) -> bool:
+        """Whether the engine renders and parses: when the run says so, for images, and for models of other makes."""
+        if request.prompt is not None:
+            return False
+        if capture.mode == "engine" or request.has_images():
+            return True
+        engines = self.generator.engines
+        return where.model != engines.served_model and any(e.kind != "leyden" for e in engines.serving(where.model))
 
-    async def _await_engine(self, left: float) -> float:
-        """Wait for an engine to be registered; returns the time that is left."""
-        begun = time.monotonic()
-        ticket = self.engines.changed.ticket()
-        if not self.engines.all() and not await wait_until(ticket, begun + left):
-            raise EngineFailed(f"no engine was registered within {self.request_timeout:g} s", status=503)
-        return max(0.001, left - (time.monotonic() - begun))
-
-    def _parse(self, job: _Job, sample: Sample) -> Parsed:
+    def _ask(self, job: _Job, by_engine: bool, request_id: str) -> Ask:
         request = job.request
+        chat = None
+        if by_engine:
+            chat = Chat(
+                messages=request.messages,
+                tools=request.tools,
+                tool_choice=request.tool_choice,
+                tool_name=request.tool_name,
+                parallel_tool_calls=request.parallel_tool_calls,
+            )
+        return Ask(
+            prompt=job.prompt.ids,
+            effective=job.effective,
+            stop=request.stop,
+            stop_token_ids=self.renderer.stop_token_ids,
+            request_id=request_id,
+            response_format=request.response_format,
+            chat=chat,
+        )
+
+    def _as_rendered(self, job: _Job, said: list[Said]) -> _Job:
+        """The job with the prompt that the engine says it read; siblings read the same."""
+        ids = said[0].prompt if said[0].prompt is not None else job.prompt.ids
+        for other in said[1:]:
+            if other.prompt is None or not np.array_equal(other.prompt, ids):
+                other.sample.untrainable = other.sample.untrainable or "prompt differs: siblings read other prompts"
+        prompt = replace(job.prompt, ids=ids)
+        return replace(job, prompt=prompt, relation=self.renderer.relate(job.plan, ids, job.prompt.reason))
+
+    def _parse(self, job: _Job, said_: Said) -> Parsed:
+        request, sample = job.request, said_.sample
+        if said_.message is not None:
+            own = said_.message
+            return Parsed(own["content"], own["reasoning_content"], own["tool_calls"])
         if not len(sample.ids):
             return Parsed(sample.text, None, [])
         stop = _stop_sequence(request, sample)
@@ -293,6 +288,7 @@ class _Job:
     effective: dict[str, Any]
     relation: Link
     kind: CallKind
+    route: ModelRoute
 
     def new_chars(self) -> int:
         """About how many characters of the request aren't shared with an earlier call: its messages and its body."""
@@ -312,6 +308,8 @@ class _Job:
 
     def left_out(self) -> str | None:
         """Why the run doesn't train a call like this one."""
+        if not self.route.trained:
+            return f"route: model {self.route.model} isn't trained"
         return None if self.kind in self.live.info.capture.train_kinds else f"kind: {self.kind}"
 
     def commit(
@@ -350,6 +348,9 @@ class _Job:
             break_index=self.relation.break_index,
             untrainable=sample.untrainable or self.left_out(),
             kind=self.kind,
+            images=[image_reference(url) for url in self.request.images()],
+            routed_experts=sample.routed_experts,
+            routed_format=sample.routed_format,
             requested=self.request.requested,
             effective=effective,
             started_at=self.started,
@@ -371,6 +372,11 @@ def _kind(live: LiveAttempt, request: ModelRequest, plan: Plan) -> CallKind:
     if kind is CallKind.MAIN and live.main_session is None:
         live.main_session = session(request.headers)
     return kind
+
+
+def image_reference(url: str) -> str:
+    """What a call keeps of an image: the address, or for one that came with the request the hash of its data URL."""
+    return f"sha256:{hashlib.sha256(url.encode()).hexdigest()}" if url.startswith("data:") else url
 
 
 def _sibling_id(call_id: str, index: int) -> str:

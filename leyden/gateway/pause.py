@@ -76,6 +76,10 @@ class Pause:
             inflight=self.inflight,
         )
 
+    def active(self) -> bool:
+        """Whether calls are held back now."""
+        return self._active() is not None
+
     async def passed(self) -> None:
         """Wait until calls may go to engines. Count `inflight` up before anything else is awaited."""
         while self._active() is not None:

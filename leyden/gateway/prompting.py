@@ -23,11 +23,18 @@ TOOLS_CHARS = 1000
 
 
 async def make_prompt(
-    renderer: ModelRenderer, forest: Forest, request: ModelRequest, capture: CaptureConfig, *, hold: bool = False
+    renderer: ModelRenderer,
+    forest: Forest,
+    request: ModelRequest,
+    capture: CaptureConfig,
+    *,
+    hold: bool = False,
+    by_engine: bool = False,
 ) -> Prompt:
     """The token ids that an engine would read for this request now.
 
-    With `hold` the call that the request continues is reserved (`Forest.reserve`); the caller releases it.
+    With `hold` the call that the request continues is reserved (`Forest.reserve`); the caller releases it. With
+    `by_engine` the engine renders the prompt, and its ids aren't known yet: there are none.
 
     Raises:
         Invalid: the model's template can't render the messages, or the call can't be forced.
@@ -43,6 +50,8 @@ async def make_prompt(
     plan = forest.plan(request.messages, keys)
     if hold:
         forest.reserve(plan)
+    if by_engine:
+        return Prompt(np.zeros(0, np.int32), plan, plan.reason)
     try:
         mode = "render" if capture.mode == "render" else "bridge"
         new = _chars(request.messages[plan.start :] if plan.kind == "extend" and mode == "bridge" else request.messages)

@@ -15,9 +15,12 @@ from leyden.gateway import keys
 from leyden.gateway.attempts import Call, LiveAttempt, LiveAttempts
 from leyden.gateway.calls import CallMaker, Counters
 from leyden.gateway.dialects.base import Answer, Choice, ModelRequest
-from leyden.gateway.engines.completions import EngineClient
+from leyden.gateway.engines.client import EngineClient
+from leyden.gateway.engines.probe import probe
+from leyden.gateway.engines.protocol import Capability
 from leyden.gateway.engines.registry import EngineRegistry
 from leyden.gateway.errors import Conflict, Forbidden, Refused, StoreUnavailable, Unauthorized
+from leyden.gateway.generation import Generator
 from leyden.gateway.keys import Action, KeyKind, Principal, Target
 from leyden.gateway.lifecycle import Phase, name_attempt
 from leyden.gateway.options import GatewayOptions, engine_key
@@ -66,14 +69,17 @@ class Gateway:
         self._queue = Signal()
         self._terminal = Signal()
         self._client = EngineClient(engine_key(options))
-        self._maker = CallMaker(
-            store=store,
-            renderer=renderer,
+        self._generator = Generator(
             engines=self.engines,
             client=self._client,
             pause=self.pause,
-            counters=self.counters,
             request_timeout=options.request_timeout_seconds,
+        )
+        self._maker = CallMaker(
+            store=store,
+            renderer=renderer,
+            generator=self._generator,
+            counters=self.counters,
         )
         self._background: list[asyncio.Task[None]] = []
 
@@ -206,8 +212,31 @@ class Gateway:
     # -- engines -------------------------------------------------------------------------------------------------------
 
     async def register(self, models: Sequence[EngineModel]) -> None:
+        """Take in engines or new versions of them; engines that aren't known yet are asked what they can do."""
         await self.store.upsert_models(models)
         self.engines.set(await self.store.models())
+        new = {m.endpoint: m for m in models if m.endpoint not in self.engines.capabilities}
+        found = await asyncio.gather(*(probe(self._client, m, self._probe_prompt()) for m in new.values()))
+        for engine, capability in zip(new.values(), found, strict=True):
+            if capability.reachable is not False:
+                self.engines.capabilities[engine.endpoint] = capability
+            self._report(engine, capability)
+
+    def _probe_prompt(self) -> list[int]:
+        return self.renderer.encode("1 2 3 4").tolist()
+
+    def _report(self, engine: EngineModel, found: Capability) -> None:
+        faults = {
+            "can't be reached": found.reachable is False,
+            "returns no token ids": found.ids is False,
+            "returns no log-probs": found.logprobs is False,
+            "gives log-probs before temperature, so calls at other temperatures than 1 can't be trained": (
+                found.processed is False
+            ),
+        }
+        said = [fault for fault, true in faults.items() if true]
+        if said:
+            log.warning("engine %s of model %s %s (%s)", engine.endpoint, engine.model, "; ".join(said), found.detail)
 
     async def clear_engines(self) -> None:
         await self.store.clear_models()
@@ -395,6 +424,7 @@ class Gateway:
             **out,
             "in_flight": sum(len(a.calls) for a in live),
             "at_engines": self.pause.inflight,
+            "waiting_for_engines": self.engines.waiting(),
             "waiting_for_taker": sum(len(o) for a in live for o in a.orphans.values()),
             "live_attempts": len(live),
             "since_start": {
@@ -403,8 +433,8 @@ class Gateway:
                 "replayed": self.counters.replayed,
                 "abandoned": self.counters.abandoned,
                 "nan_logprobs": self.counters.nan_logprobs,
-                "engine_retries": self.counters.engine_retries,
-                "engine_aborts": self.counters.engine_aborts,
+                "engine_retries": self._generator.tries.retries,
+                "engine_aborts": self._generator.tries.aborts,
             },
             "loop_lag_seconds": round(self.loop_lag, 4),
         }

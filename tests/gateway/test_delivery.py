@@ -220,8 +220,8 @@ async def test_paused_calls_wait_and_never_see_an_error(world: World) -> None:
         await world.admin.pause(PauseRequest(owner="somebody"))
     assert not (await world.admin.resume()).paused
     assert (await waiting)[0] == 200
-    await world.admin.pause(PauseRequest(owner="dead", lease_seconds=0.3))
     begun = time.monotonic()
+    await world.admin.pause(PauseRequest(owner="dead", lease_seconds=0.3))
     assert (await world.chat(claim.agent_key, BODY))[0] == 200
     assert time.monotonic() - begun > 0.2
     assert not (await world.admin.proxy_state()).paused
@@ -285,7 +285,7 @@ async def test_keys_never_reach_the_engine_and_proxies_are_ignored(
 async def test_deleting_a_rollout_during_a_call_leaves_nothing_behind(world: World) -> None:
     for _ in range(20):
         claim = await world.claim()
-        world.engine.say(Reply(delay=0.05))
+        world.engine.say(Reply(delay=5))
         waiting = asyncio.create_task(world.chat(claim.agent_key, BODY))
         await until(lambda: world.engine.running)
         await world.admin.delete(claim.rollout.rollout_id)

@@ -52,6 +52,11 @@ class ModelRequest:
     def has_images(self) -> bool:
         return any(isinstance(m.get("content"), list) for m in self.messages)
 
+    def images(self) -> list[str]:
+        """URLs of the images, in order."""
+        lists = [m["content"] for m in self.messages if isinstance(m.get("content"), list)]
+        return [p["url"] for parts in lists for p in parts if p["type"] == "image"]
+
 
 @dataclass(slots=True)
 class TokenLogprob:

@@ -6,6 +6,7 @@ call is kept with what was readable, and a reason why it must not be trained.
 
 from __future__ import annotations
 
+import base64
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -31,6 +32,9 @@ class Sample:
     nan_logprobs: int = 0
     text: str = ""
     """The engine's own text, for a client to read when there are no ids."""
+    routed_experts: bytes | None = None
+    """Experts that the tokens were routed to, as the engine gave them; `routed_format` says dtype and shape."""
+    routed_format: str | None = None
 
 
 def empty_sample(reason: str) -> Sample:
@@ -62,12 +66,13 @@ def read_sample(choice: Any, usage: Any, prompt_ids: npt.NDArray[np.int32], vers
     logprobs, nans = _read_logprobs(logprobs_field, len(ids), faults)
     versions = _read_versions(choice.get("token_versions"), version, len(ids), faults)
     echoed = choice.get("prompt_token_ids")
-    if echoed is not None and not (_is_ids(echoed) and np.array_equal(_ids(echoed), prompt_ids)):
+    if echoed is not None and not (is_ids(echoed) and np.array_equal(_ids(echoed), prompt_ids)):
         faults.add("prompt differs: the engine's prompt_token_ids aren't the ids that it was sent")
     _check_usage(usage, len(prompt_ids), len(ids), faults)
     if not len(ids) and faults.first is None:
         faults.add("empty answer: no token was sampled")
     finish = choice.get("finish_reason")
+    experts, shape = _read_experts(choice.get("routed_experts"), faults)
     return Sample(
         ids,
         logprobs,
@@ -77,6 +82,8 @@ def read_sample(choice: Any, usage: Any, prompt_ids: npt.NDArray[np.int32], vers
         faults.first,
         nans,
         text if isinstance(text := choice.get("text"), str) else "",
+        experts,
+        shape,
     )
 
 
@@ -84,7 +91,7 @@ def _ids(values: list[int]) -> npt.NDArray[np.int32]:
     return np.asarray(values, np.int32)
 
 
-def _is_ids(value: Any) -> bool:
+def is_ids(value: Any) -> bool:
     return isinstance(value, list) and all(type(i) is int and 0 <= i < 2**31 for i in value)
 
 
@@ -101,7 +108,11 @@ def _read_ids(value: Any, logprobs: dict[str, Any], faults: _Faults) -> npt.NDAr
         else:
             faults.add("missing field: choices[0].token_ids")
             return _ids([])
-    if not _is_ids(value):
+    elif isinstance(tokens := logprobs.get("tokens"), list) and tokens and is_ids(value):
+        named = [t for t in tokens if isinstance(t, str) and t.startswith(_ID_PREFIX)]
+        if len(named) == len(tokens) and named != [f"{_ID_PREFIX}{i}" for i in value]:
+            faults.add("ids differ: choices[0].token_ids aren't those of logprobs.tokens")
+    if not is_ids(value):
         faults.add("malformed field: choices[0].token_ids isn't a list of token ids")
         return _ids([])
     return _ids(value)
@@ -130,13 +141,27 @@ def _read_logprobs(field_: dict[str, Any], count: int, faults: _Faults) -> tuple
 def _read_versions(value: Any, version: int, count: int, faults: _Faults) -> npt.NDArray[np.int32]:
     if value is None:
         return np.full(count, version, np.int32)
-    if not _is_ids(value):
+    if not is_ids(value):
         faults.add("malformed field: choices[0].token_versions isn't a list of versions")
         return _ids([])
     if len(value) != count:
         faults.add(f"lengths differ: {len(value)} versions for {count} token ids")
         return _ids([])
     return _ids(value)
+
+
+def _read_experts(value: Any, faults: _Faults) -> tuple[bytes | None, str | None]:
+    """[tokens, layers, experts per token] as nested lists, or base64 of what the engine doesn't describe."""
+    if value is None:
+        return None, None
+    try:
+        if isinstance(value, str):
+            return base64.b64decode(value, validate=True), "base64 of the engine's"
+        array = np.asarray(value, "<i4")
+        return array.tobytes(), f"int32 {list(array.shape)}"
+    except (ValueError, TypeError, OverflowError):
+        faults.add("malformed field: choices[0].routed_experts isn't an array of expert numbers")
+        return None, None
 
 
 def _check_usage(usage: Any, prompt: int, completion: int, faults: _Faults) -> None:

@@ -1,0 +1,380 @@
+"""Engines of every kind: what they are asked, how their answers are read, which one is chosen, and whose turn it is."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+from aiohttp import web
+
+from leyden.gateway.engines.client import ADAPTERS
+from leyden.gateway.engines.probe import processed
+from leyden.gateway.engines.protocol import Ask, Said
+from leyden.gateway.engines.queue import FairQueue
+from leyden.gateway.engines.registry import EngineRegistry, route
+from leyden.schema import CallRecord, CaptureConfig, EngineModel, ModelRoute, RolloutConfig, Sampling
+from leyden.training.rows import build_rows
+from tests.gateway.conftest import MakeWorld, World
+from tests.gateway.scripted_engine import Reply
+
+USER: Any = [{"role": "user", "content": "Hello"}]
+PIXEL = "data:image/png;base64,iVBORw0KGgo="
+PROMPT = [5, 6, 7]
+SPOKEN: Any = {"temperature": 0.5, "top_p": 0.9, "top_k": 3, "max_tokens": 8}
+
+
+def ask(**more: Any) -> Ask:
+    given: dict[str, Any] = {"stop": [], "stop_token_ids": [2], "request_id": "r", "effective": SPOKEN, **more}
+    return Ask(prompt=np.asarray(PROMPT, np.int32), **given)
+
+
+def engine(kind: Any = "vllm", **more: Any) -> EngineModel:
+    return EngineModel(**{"model": "tiny", "endpoint": "http://e/v1", "version": 4, "kind": kind, **more})
+
+
+def read(kind: str, value: Any) -> Said:
+    return ADAPTERS[kind].read(value, ask(), 4)
+
+
+def answer_of(kind: str, ids: list[int], logprobs: list[Any] | None) -> dict[str, Any]:
+    """What an engine of this kind says when it sampled `ids`."""
+    usage = {"prompt_tokens": len(PROMPT), "completion_tokens": len(ids)}
+    if kind == "sglang":
+        pairs = None if logprobs is None else [[x, i, None] for x, i in zip(logprobs, ids, strict=False)]
+        info = {**usage, "finish_reason": {"type": "stop", "matched": 2}, "output_token_logprobs": pairs}
+        return {"text": "t", "output_ids": ids, "meta_info": info}
+    choice = {"text": "t", "finish_reason": "stop", "token_ids": ids, "logprobs": {"token_logprobs": logprobs}}
+    return {"choices": [choice], "usage": usage}
+
+
+KINDS = ["leyden", "vllm", "openai", "sglang"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_whole_answer_is_read_whole(kind: str) -> None:
+    sample = read(kind, answer_of(kind, [9, 8, 2], [-0.1, -0.2, -0.3])).sample
+    assert sample.ids.tolist() == [9, 8, 2] and sample.versions.tolist() == [4, 4, 4]
+    np.testing.assert_allclose(sample.logprobs, [-0.1, -0.2, -0.3], rtol=1e-6)
+    assert (sample.finish_reason, sample.untrainable) == ("stop", None)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_log_prob_that_is_missing_is_unknown_not_zero(kind: str) -> None:
+    sample = read(kind, answer_of(kind, [9, 8, 2], [-0.1, None, math.nan])).sample
+    assert sample.untrainable is None and sample.nan_logprobs == 2
+    assert np.isnan(sample.logprobs).tolist() == [False, True, True]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("value", [None, [], "x", {}, {"choices": []}, {"meta_info": 3}, {"choices": [None]}, [1]])
+def test_broken_answers_are_named_and_never_raise(kind: str, value: Any) -> None:
+    sample = read(kind, value).sample
+    assert sample.finish_reason == "error" and sample.untrainable is not None
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "reason"),
+    [
+        ("vllm", {"token_ids": None}, "missing field: choices[0].token_ids"),
+        ("vllm", {"token_ids": [9, 8, 2, 1]}, "lengths differ: 3 log-probs for 4 token ids"),
+        ("vllm", {"logprobs": {}}, "missing field: choices[0].logprobs.token_logprobs"),
+        ("vllm", {"logprobs": {"token_logprobs": [-1.0] * 3, "tokens": ["token_id:1"] * 3}}, "ids differ"),
+        ("vllm", {"prompt_token_ids": [1]}, "prompt differs"),
+        ("vllm", {"provider_specific_fields": {"token_ids": [9, 8, 2]}, "token_ids": None}, "missing field"),
+        ("vllm", {"routed_experts": [["x"]]}, "malformed field: choices[0].routed_experts"),
+        ("sglang", {"output_ids": [9, 8, 3]}, "ids differ: output_ids"),
+    ],
+)
+def test_contradictions_make_a_call_untrainable(kind: str, change: dict[str, Any], reason: str) -> None:
+    value = answer_of(kind, [9, 8, 2], [-0.1, -0.2, -0.3])
+    (value["choices"][0] if kind == "vllm" else value).update(change)
+    said = read(kind, value).sample.untrainable
+    assert said is not None and said.startswith(reason)
+
+
+def test_sglang_without_log_probs_has_no_ids_to_trust() -> None:
+    assert read("sglang", answer_of("sglang", [9], None)).sample.untrainable == (
+        "missing field: meta_info.output_token_logprobs"
+    )
+
+
+def test_experts_are_kept_with_the_call() -> None:
+    value = answer_of("vllm", [9, 2], [-0.1, -0.2])
+    value["choices"][0]["routed_experts"] = [[[1, 2]], [[3, 4]]]
+    sample = read("vllm", value).sample
+    assert sample.routed_format == "int32 [2, 1, 2]" and sample.routed_experts is not None
+    assert np.frombuffer(sample.routed_experts, "<i4").tolist() == [1, 2, 3, 4]
+
+
+def test_each_kind_is_asked_in_its_own_words() -> None:
+    shape = {"type": "json_schema", "name": "a", "schema": {"type": "object"}}
+    body = ADAPTERS["vllm"].body(engine(), ask(stop=["X"], response_format=shape))
+    assert body["response_format"] == {
+        "type": "json_schema",
+        "json_schema": {"name": "a", "schema": {"type": "object"}},
+    }
+    assert body["stop"] == ["X"] and body["top_k"] == 3 and body["return_token_ids"] is True
+    body = ADAPTERS["sglang"].body(engine("sglang"), ask(stop=["X"], response_format=shape))
+    assert body["input_ids"].tolist() == PROMPT and body["return_logprob"] is True
+    assert body["sampling_params"] == {
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "top_k": 3,
+        "max_new_tokens": 8,
+        "stop": ["X"],
+        "stop_token_ids": [2],
+        "skip_special_tokens": False,
+        "json_schema": '{"type":"object"}',
+    }
+
+
+@pytest.mark.parametrize(
+    ("half", "verdict"),
+    [
+        ({"a": -0.143, "b": -2.143, "c": -4.143}, True),
+        ({"a": -0.408, "b": -1.408, "c": -2.408}, False),
+        ({"a": -0.408, "b": -1.9, "c": -2.9}, None),
+        ({"a": -0.1}, None),
+        ({}, None),
+    ],
+)
+def test_two_temperatures_tell_processed_log_probs_from_raw_ones(half: dict[str, float], verdict: bool | None) -> None:
+    # Logits 2, 1, 0: raw log-prob of the first -0.408, at temperature 0.5 -0.143.
+    assert processed({"a": -0.408, "b": -1.408, "c": -2.408}, half) is verdict
+
+
+def test_equal_tokens_tell_nothing() -> None:
+    assert processed({"a": -1.0, "b": -1.0}, {"a": -1.0, "b": -1.0}) is None
+
+
+def test_routes_fit_in_order() -> None:
+    routes = [ModelRoute(match="claude-haiku-*", model="frozen", trained=False), ModelRoute(match="*", model="tiny")]
+    assert route(routes, "tiny", "claude-haiku-4").model == "frozen"
+    assert route(routes, "tiny", "claude-opus").model == "tiny"
+    assert route([], "tiny", "anything").trained
+
+
+def test_a_model_is_never_served_by_another_ones_engine() -> None:
+    registry = EngineRegistry("tiny")
+    registry.set([engine(model="frozen")])
+    assert registry.pick("r") is None and registry.pick("r", model="frozen") is not None
+
+
+@asynccontextmanager
+async def serving(answer: Callable[[str, dict[str, Any]], Any]) -> AsyncIterator[tuple[str, list[tuple[str, Any]]]]:
+    """An HTTP engine of any kind: its base URL, and what it was asked."""
+    asked: list[tuple[str, Any]] = []
+
+    async def handle(request: web.Request) -> web.Response:
+        body = await request.json()
+        asked.append((request.path, body))
+        return web.json_response(answer(request.path, body))
+
+    app = web.Application()
+    app.router.add_post("/{path:.*}", handle)
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    try:
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}/v1", asked
+    finally:
+        await runner.cleanup()
+
+
+def sglang_like(_: str, body: dict[str, Any]) -> Any:
+    logits = {9: 2.0, 2: 1.0}
+    scale = 1 / body["sampling_params"]["temperature"]
+    total = math.log(sum(math.exp(x * scale) for x in logits.values()))
+    top = [[x * scale - total, i, None] for i, x in logits.items()]
+    info = {
+        "prompt_tokens": len(body["input_ids"]),
+        "completion_tokens": 2,
+        "finish_reason": {"type": "stop", "matched": 2},
+        "output_token_logprobs": [[-0.5, 9, None], [-0.25, 2, None]],
+        "output_top_logprobs": [top, top],
+        "weight_version": "11",
+    }
+    return {"text": "x", "output_ids": [9, 2], "meta_info": info}
+
+
+async def calls_of(world: World, rollout_id: str) -> list[CallRecord]:
+    return (await world.admin.trajectory(rollout_id)).calls
+
+
+async def test_a_call_through_sglang(world_maker: MakeWorld) -> None:
+    async with world_maker(engine=False) as world, serving(sglang_like) as (url, asked):
+        await world.admin.register_models([EngineModel(model="tiny", endpoint=url, kind="sglang")])
+        assert world.gateway.engines.capabilities[url].processed is True
+        claim = await world.claim()
+        status, _ = await world.chat(claim.agent_key, {"messages": USER})
+        (call,) = await calls_of(world, claim.rollout.rollout_id)
+        assert status == 200 and call.untrainable is None and call.engine == url
+        assert np.frombuffer(call.response_ids, "<i4").tolist() == [9, 2]
+        assert np.frombuffer(call.versions, "<i4").tolist() == [11, 11]
+        assert asked[-1][0] == "/generate"
+
+
+def vllm_like(raw: bool) -> Callable[[str, dict[str, Any]], Any]:
+    def answer(path: str, body: dict[str, Any]) -> Any:
+        scale = 1 if raw else 1 / body["temperature"]
+        top = {"a": -0.4 * scale, "b": -1.4 * scale}
+        if path.endswith("/chat/completions"):
+            message = {"role": "assistant", "content": "seen", "reasoning_content": "hm", "tool_calls": None}
+            content = [{"token": "x", "logprob": -0.5}, {"token": "y", "logprob": -0.25}]
+            choice: Any = {"message": message, "finish_reason": "stop", "token_ids": [9, 2]}
+            usage = {"prompt_tokens": 4, "completion_tokens": 2}
+            choice["logprobs"] = {"content": content}
+            return {"choices": [choice], "prompt_token_ids": [1, 300, 300, 5], "usage": usage}
+        logprobs = {"token_logprobs": [-0.5, -0.25], "top_logprobs": [top, top]}
+        choice = {"text": "x", "finish_reason": "stop", "token_ids": [9, 2], "logprobs": logprobs}
+        return {"choices": [choice], "usage": {"prompt_tokens": len(body["prompt"]), "completion_tokens": 2}}
+
+    return answer
+
+
+@pytest.mark.parametrize("raw", [True, False])
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+async def test_raw_log_probs_are_no_training_data_at_other_temperatures(
+    world_maker: MakeWorld, raw: bool, temperature: float
+) -> None:
+    async with world_maker(engine=False) as world, serving(vllm_like(raw)) as (url, _):
+        await world.admin.register_models([EngineModel(model="tiny", endpoint=url, kind="vllm")])
+        assert world.gateway.engines.capabilities[url].processed is (not raw)
+        claim = await world.claim(config=RolloutConfig(sampling=Sampling(temperature=temperature)))
+        await world.chat(claim.agent_key, {"messages": USER})
+        (call,) = await calls_of(world, claim.rollout.rollout_id)
+        bad = raw and temperature != 1
+        assert (call.untrainable or "").startswith("raw log-probs") == bad and (call.untrainable is None) != bad
+
+
+@pytest.mark.parametrize("why", ["mode", "image"])
+async def test_the_engine_renders_when_the_run_or_an_image_asks_for_it(world_maker: MakeWorld, why: str) -> None:
+    async with world_maker(engine=False) as world, serving(vllm_like(False)) as (url, asked):
+        await world.admin.register_models([EngineModel(model="tiny", endpoint=url, kind="vllm")])
+        capture = CaptureConfig(mode="engine") if why == "mode" else CaptureConfig()
+        claim = await world.claim(config=RolloutConfig(capture=capture))
+        content: Any = [{"type": "text", "text": "?"}, {"type": "image_url", "image_url": {"url": PIXEL}}]
+        messages = USER if why == "mode" else [{"role": "user", "content": content}]
+        status, body = await world.chat(claim.agent_key, {"messages": messages})
+        message = body["choices"][0]["message"]
+        assert (status, message["content"], message["reasoning_content"]) == (200, "seen", "hm")
+        assert asked[-1][0] == "/v1/chat/completions"
+        trajectory = await world.admin.trajectory(claim.rollout.rollout_id)
+        (call,) = trajectory.calls
+        assert np.frombuffer(call.prompt_ids, "<i4").tolist() == [1, 300, 300, 5] and call.untrainable is None
+        rows, report = build_rows(trajectory, max_row_tokens=100)
+        if why == "mode":
+            assert len(rows) == 1 and call.images == []
+        else:
+            assert asked[-1][1]["messages"][0]["content"][1] == {"type": "image_url", "image_url": {"url": PIXEL}}
+            assert len(call.images) == 1 and call.images[0].startswith("sha256:")
+            assert rows == [] and report.dropped == {"images": 1}
+
+
+async def test_what_an_engine_cant_do_is_refused_in_one_sentence(world: World) -> None:
+    claim = await world.claim()
+    content = [{"type": "image_url", "image_url": {"url": PIXEL}}]
+    status, body = await world.chat(claim.agent_key, {"messages": [{"role": "user", "content": content}]})
+    assert status == 400 and "images" in body["error"]["message"]
+    shape = {"type": "json_object"}
+    status, body = await world.chat(claim.agent_key, {"messages": USER, "response_format": shape})
+    assert status == 400 and body["error"]["param"] == "response_format"
+    assert world.engine.requests == []
+
+
+async def test_constrained_answers_arent_trained(world_maker: MakeWorld) -> None:
+    async with world_maker(engine=False) as world, serving(vllm_like(False)) as (url, asked):
+        await world.admin.register_models([EngineModel(model="tiny", endpoint=url, kind="vllm")])
+        claim = await world.claim()
+        shape = {"type": "json_object"}
+        assert (await world.chat(claim.agent_key, {"messages": USER, "response_format": shape}))[0] == 200
+        (call,) = await calls_of(world, claim.rollout.rollout_id)
+        assert asked[-1][1]["response_format"] == shape
+        assert call.untrainable is not None and call.untrainable.startswith("constrained sampling")
+
+
+async def test_a_route_leads_to_a_frozen_model_and_is_not_trained(world: World) -> None:
+    async with serving(vllm_like(False)) as (url, asked):
+        await world.admin.register_models([EngineModel(model="frozen", endpoint=url, kind="vllm")])
+        routes = [ModelRoute(match="claude-haiku-*", model="frozen", trained=False)]
+        claim = await world.claim(config=RolloutConfig(capture=CaptureConfig(routes=routes)))
+        await world.chat(claim.agent_key, {"model": "claude-haiku-4-5", "messages": USER})
+        await world.chat(claim.agent_key, {"model": "claude-opus-5", "messages": USER})
+        side, main = await calls_of(world, claim.rollout.rollout_id)
+        assert side.untrainable == "route: model frozen isn't trained" and side.engine == url
+        assert main.untrainable is None and main.engine == world.engine.endpoint
+        assert asked[-1][0] == "/v1/chat/completions" and len(world.engine.requests) == 1
+
+
+async def test_a_route_to_nowhere_says_so(world: World) -> None:
+    routes = [ModelRoute(match="*", model="nobody")]
+    claim = await world.claim(config=RolloutConfig(capture=CaptureConfig(routes=routes)))
+    status, body = await world.chat(claim.agent_key, {"messages": USER})
+    assert status == 400 and "nobody" in body["error"]["message"] and "tiny" in body["error"]["message"]
+
+
+async def test_an_engine_that_is_away_registers_all_the_same(world: World) -> None:
+    gone = EngineModel(model="other", endpoint="http://127.0.0.1:9/v1", kind="vllm")
+    await world.admin.register_models([gone])
+    assert any(m.endpoint == gone.endpoint for m in await world.admin.models())
+    assert gone.endpoint not in world.gateway.engines.capabilities
+
+
+async def test_an_engine_gets_no_more_calls_than_it_takes(world: World) -> None:
+    here = world.engine.endpoint
+    await world.admin.register_models([EngineModel(model="tiny", endpoint=here, kind="leyden", max_concurrency=2)])
+    claim = await world.claim()
+    world.engine.default = Reply(delay=0.2)
+    asking = [asyncio.create_task(world.chat(claim.agent_key, {"messages": USER, "seed": i})) for i in range(6)]
+    seen = 0
+    while not all(a.done() for a in asking):
+        seen = max(seen, world.engine.running)
+        await asyncio.sleep(0.01)
+    assert seen == 2 and [(await a)[0] for a in asking] == [200] * 6
+    assert (await world.admin.stats())["waiting_for_engines"] == 0
+
+
+async def test_rollouts_take_turns() -> None:
+    queue, order = FairQueue(1), []
+
+    async def work(owner: str) -> None:
+        async with queue.slot(owner, 5):
+            order.append(owner)
+            await asyncio.sleep(0)
+
+    async with asyncio.TaskGroup() as group:
+        for owner in "aaaabbc":
+            group.create_task(work(owner))
+    assert order == list("aabcaba") or order == [*list("aabcab"), "a"]
+    assert queue.running == 0 and queue.waiting == 0
+
+
+@pytest.mark.parametrize("when", ["waiting", "given"])
+async def test_a_caller_that_leaves_the_queue_takes_nothing_with_it(when: str) -> None:
+    queue = FairQueue(1)
+    first = queue.slot("a", 5)
+    await first.__aenter__()
+    second = asyncio.create_task(queue.slot("b", 5).__aenter__())
+    await asyncio.sleep(0)
+    if when == "given":
+        await first.__aexit__(None, None, None)  # The slot is b's, which hasn't run since.
+    second.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await second
+    if when == "waiting":
+        await first.__aexit__(None, None, None)
+    assert queue.running == 0 and queue.waiting == 0
+
+
+async def test_the_wait_for_a_turn_ends() -> None:
+    queue = FairQueue(1)
+    async with queue.slot("a", 1):
+        with pytest.raises(TimeoutError):
+            async with queue.slot("b", 0.01):
+                pass
+    assert queue.running == 0 and queue.waiting == 0
