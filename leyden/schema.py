@@ -7,10 +7,13 @@ the routes. Everything here is plain data: no I/O, no clocks.
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, model_validator
+
+Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+"""What a database column can hold."""
 
 DEFAULT_ATTEMPT_ID = "0"
 """Id of a rollout's first attempt; later ones count up as decimal strings."""
@@ -145,7 +148,7 @@ class RolloutMetadata(BaseModel):
     model_config = ConfigDict(extra="allow")
 
     run: str | None = None
-    step: int | None = None
+    step: Int64 | None = None
     group: str | None = None
     task_id: str | None = None
     batch_idx: int | None = None
@@ -360,8 +363,8 @@ class OutcomeReport(BaseModel):
     controller_id: str
     outcome: Outcome
     reason: str | None = None
-    exit_code: int | None = None
-    signal: int | None = None
+    exit_code: Int64 | None = None
+    signal: Int64 | None = None
     log_tail: str | None = Field(default=None, max_length=65536)
 
 

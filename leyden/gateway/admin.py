@@ -22,6 +22,7 @@ from leyden.schema import (
     EventCreate,
     Heartbeat,
     HeartbeatReply,
+    Int64,
     OutcomeReport,
     PauseRequest,
     PauseState,
@@ -110,7 +111,7 @@ def build_admin(gateway: Gateway) -> FastAPI:
     async def page(
         state_in: States = None,
         run: str | None = None,
-        step: int | None = None,
+        step: Int64 | None = None,
         is_train: bool | None = None,
         limit: Annotated[int, Query(ge=1, le=1000)] = 50,
         cursor: str | None = None,
@@ -119,7 +120,7 @@ def build_admin(gateway: Gateway) -> FastAPI:
 
     @app.get("/api/rollouts/terminal", dependencies=only_admin)
     async def terminal(
-        after: Annotated[int, Query(ge=0)] = 0,
+        after: Annotated[int, Query(ge=0, lt=2**63)] = 0,
         limit: Annotated[int, Query(ge=1, le=10_000)] = 1000,
         wait_seconds: Annotated[float, Query(ge=0, le=MAX_WAIT_SECONDS)] = 0,
         run: str | None = None,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import orjson
 import pytest
 
 from leyden.errors import GatewayError
@@ -35,6 +36,10 @@ async def post(world: World, path: str, body: Any, once: str | None = None) -> t
     headers = {"x-api-key": ADMIN, **({"Idempotency-Key": once} if once else {})}
     async with world.http.post(world.url + path, json=body, headers=headers) as answer:
         return answer.status, await answer.json(content_type=None)
+
+
+def as_json(value: Any) -> bytes:
+    return orjson.dumps(value, option=orjson.OPT_SORT_KEYS)
 
 
 def reward(**data: Any) -> dict[str, Any]:
@@ -171,6 +176,43 @@ async def test_requests_that_differ_anywhere_never_share_an_answer(world: World)
     answers = await asyncio.gather(*[world.chat(claim.agent_key, b) for b in bodies])
     assert len({a[1]["choices"][0]["message"]["content"] for a in answers}) == len(bodies)
     assert len((await world.admin.trajectory(claim.rollout.rollout_id)).calls) == len(bodies)
+
+
+@pytest.mark.parametrize(
+    ("path", "bodies"),
+    [
+        ("/openai/v1/completions", [{"prompt": "A"}, {"prompt": "B"}, {"prompt": [5, 6]}]),
+        ("/openai/v1/responses", [{"input": "A"}, {"input": "B"}, {"input": "A", "instructions": "be short"}]),
+        (
+            "/anthropic/v1/messages",
+            [{"messages": [{"role": "user", "content": c}], "max_tokens": 9} for c in "AB"]
+            + [{"messages": [{"role": "user", "content": "A"}], "system": "be short", "max_tokens": 9}],
+        ),
+    ],
+)
+async def test_prompts_of_any_dialect_never_share_an_answer(world: World, path: str, bodies: list[Any]) -> None:
+    claim = await world.claim()
+    world.engine.say(*[Reply(f"answer {i}", delay=0.2) for i in range(3)])
+    answers = await asyncio.gather(*[world.chat(claim.agent_key, {"model": "m", **b}, path) for b in bodies])
+    assert [status for status, _ in answers] == [200] * 3
+    calls = (await world.admin.trajectory(claim.rollout.rollout_id, content=True)).calls
+    assert len({c.response_ids for c in calls}) == len(calls) == 3
+    assert all(sum(f"answer {i}" in str(a[1]) for a in answers) == 1 for i in range(3))
+    assert sorted(as_json(c.raw) for c in calls) == sorted(as_json({"model": "m", **b}) for b in bodies)
+
+
+async def test_numbers_that_no_column_holds_are_refused(world: World) -> None:
+    huge = 10**30
+    headers = {"x-api-key": ADMIN}
+    for query in (f"page?step={huge}", f"page?cursor={huge}", "page?cursor=²", f"terminal?after={huge}"):
+        async with world.http.get(f"{world.url}/api/rollouts/{query}", headers=headers) as answer:
+            assert answer.status == 422, query
+    assert (await post(world, "/api/rollouts", [{"input": 1, "metadata": {"step": huge}}]))[0] == 422
+    claim = await world.claim()
+    path = f"/api/rollouts/{claim.rollout.rollout_id}/attempt/0/outcome"
+    assert (await post(world, path, {"controller_id": "c1", "outcome": "ok", "exit_code": huge}))[0] == 422
+    odd = {"controller_id": "c1", "outcome": "timeout", "reason": "a\0b", "log_tail": "\0"}
+    assert (await post(world, path, odd))[0] == 200
 
 
 # -- forgetting --------------------------------------------------------------------------------------------------------

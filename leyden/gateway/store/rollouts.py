@@ -168,7 +168,7 @@ def page(
     where, values = _filter(states, run, step, is_train)
     before, extra = "", []
     if cursor is not None:
-        if not cursor.isdigit():
+        if not cursor.isdecimal() or int(cursor) >= 2**63:
             raise Invalid(f"cursor {cursor!r} isn't one that this gateway gave")
         before, extra = " AND seq < ?", [int(cursor)]
     rows = db.execute(
