@@ -211,7 +211,7 @@ class ModelRenderer:
 
     def _has_think(self, ids: Ids) -> bool:
         if all(len(marker) == 1 for marker in self._think):
-            return bool(np.isin(ids, [m[0] for m in self._think]).any())
+            return any(bool((ids == marker[0]).any()) for marker in self._think)
         return "</think>" in self.codec.decode(ids.tolist())
 
     def encode(self, text: str) -> Ids:

@@ -66,7 +66,7 @@ def read_sample(choice: Any, usage: Any, prompt_ids: npt.NDArray[np.int32], vers
     logprobs, nans = _read_logprobs(logprobs_field, len(ids), faults)
     versions = _read_versions(choice.get("token_versions"), version, len(ids), faults)
     echoed = choice.get("prompt_token_ids")
-    if echoed is not None and not (is_ids(echoed) and np.array_equal(_ids(echoed), prompt_ids)):
+    if echoed is not None and echoed != prompt_ids.tolist():
         faults.add("prompt differs: the engine's prompt_token_ids aren't the ids that it was sent")
     _check_usage(usage, len(prompt_ids), len(ids), faults)
     if not len(ids) and faults.first is None:
@@ -92,7 +92,9 @@ def _ids(values: list[int]) -> npt.NDArray[np.int32]:
 
 
 def is_ids(value: Any) -> bool:
-    return isinstance(value, list) and all(type(i) is int and 0 <= i < 2**31 for i in value)
+    if not isinstance(value, list) or not set(map(type, value)) <= {int}:
+        return False
+    return not value or (min(value) >= 0 and max(value) < 2**31)
 
 
 def _read_ids(value: Any, logprobs: dict[str, Any], faults: _Faults) -> npt.NDArray[np.int32]:
