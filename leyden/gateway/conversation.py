@@ -141,6 +141,8 @@ class Forest:
     """By key of the request's messages and the answer."""
     _asked: dict[bytes, Node] = field(default_factory=dict)
     """The first call, by tools and key of the request's messages."""
+    _heads: set[bytes] = field(default_factory=set)
+    """Tools and first message of every conversation."""
     _leaves: deque[Node] = field(default_factory=deque)
     """Nodes that keep their tokens in one piece."""
     requests: Memory[Request] = field(default_factory=Memory)
@@ -171,7 +173,7 @@ class Forest:
                 # The same question again is a new sample; the same and something else means that the answer was
                 # replaced or left out.
                 return Plan("root", keys, near=node) if end == count else Plan("full", keys, node, reason=BREAK_HISTORY)
-        summary = self._summary_in(messages)
+        summary = self._summary_in(messages) if keys.tools + keys.chain[1] in self._heads else None
         if summary is not None:
             return Plan("full", keys, summary, reason=BREAK_COMPACTION)
         return Plan("root", keys, near=next(reversed(self.nodes.values()), None))
@@ -234,6 +236,7 @@ class Forest:
             link_.base.continued += 1
         said = answer if len(keys.chain) > 1 else RAW_ANSWER
         self._answered.setdefault(extended(keys.chain[-1], said), []).append(node)
+        self._heads.add(keys.tools + keys.chain[min(1, len(keys.chain) - 1)])
         asked = keys.tools + keys.chain[-1]
         first = self._asked.setdefault(asked, node)
         if (seq, call_id) < (first.seq, first.call_id):
@@ -251,7 +254,10 @@ class Forest:
             self._leaves.popleft()._full = None
 
     def _summary_in(self, messages: Sequence[Message]) -> Node | None:
-        """The call whose answer, as it was, is part of one of `messages` that isn't an answer."""
+        """The call whose answer, as it was, is part of one of `messages` that isn't an answer.
+
+        Asked only of conversations that begin like an earlier one: agents quote answers to their sub-agents, too.
+        """
         texts = [plain_text(m.get("content")) or "" for m in messages if m["role"] in ("system", "user")]
         for node in list(reversed(self.nodes.values()))[:SUMMARY_CALLS]:
             said = (plain_text(node.answer.get("content")) or "").strip()

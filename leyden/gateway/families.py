@@ -169,9 +169,12 @@ def choose(codec: Codec, folder: Path, name: str | None) -> Family:
     if not codec.chat_template:
         if known is None:
             raise PreflightError(f"the model in {folder} has no chat template; use an instruction-tuned model")
-        for typed in _typed(codec, known):
-            return _family(known, typed, None)
-        raise PreflightError(f"the tokenizer in {folder} lacks special tokens that {name} has")
+        codec.tokenizer.name_or_path = name
+        try:
+            typed = create_renderer(codec, cast(Any, _CONFIGS[known]()))
+        except Exception as e:  # Each has its own way to say what it lacks.
+            raise PreflightError(f"the model in {folder} needs the renderer {known}, which says: {e}") from e
+        return _family(known, typed, None)
     try:
         template = TemplateRenderer(codec)
     except ValueError as e:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,23 @@ def test_real_families_are_recognised_by_what_is_in_the_folder_and_certified(fam
     for name, tally in report.tallies.items():
         assert tally.checked > 20, name
         assert tally.failed == 0, (name, tally.smallest, tally.difference)
+
+
+def test_a_changed_template_is_not_taken_for_the_family_that_it_came_from(tmp_path: Path) -> None:
+    """Tools, calls and reasoning are then the changed template's own, and are continued and parsed all the same."""
+    for path in tokenizer_folder("qwen3").iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    assert "# Tools" in config["chat_template"]
+    config["chat_template"] = config["chat_template"].replace("# Tools", "# Functions")
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    model = ModelRenderer(tmp_path)
+    known = model.known
+    assert (known.name, known.roles, known.forgets) == ("template", {"user", "tool", "system"}, {"user"})
+    assert known.prints_tools and known.reasons and known.hermes
+    report = certify(model, 40, seed=2)
+    assert [t.failed for t in report.tallies.values()] == [0, 0, 0]
+    assert all(t.checked > 20 for t in report.tallies.values())
 
 
 def test_a_lost_newline_between_turns_is_found_and_shrunk(model: ModelRenderer) -> None:

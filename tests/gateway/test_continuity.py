@@ -230,6 +230,8 @@ def test_a_summary_that_comes_back_in_a_new_conversation_is_a_compaction(tiny: M
     assert session.broke()[0] == "compaction" and session.relation.base is summary
     session.call([SYSTEM, {"role": "user", "content": "something new"}])
     assert session.relation.break_reason is None
+    session.call([{"role": "system", "content": "sub-agent"}, {"role": "user", "content": f"Check this: {long}"}])
+    assert session.relation.break_reason is None
 
 
 def test_a_truncated_answer_is_not_continued(tiny: ModelRenderer) -> None:
