@@ -143,6 +143,7 @@ class Forest:
     """The first call, by tools and key of the request's messages."""
     _heads: set[bytes] = field(default_factory=set)
     """Tools and first message of every conversation."""
+    _last: Node | None = None
     _leaves: deque[Node] = field(default_factory=deque)
     """Nodes that keep their tokens in one piece."""
     requests: Memory[Request] = field(default_factory=Memory)
@@ -173,10 +174,10 @@ class Forest:
                 # The same question again is a new sample; the same and something else means that the answer was
                 # replaced or left out.
                 return Plan("root", keys, near=node) if end == count else Plan("full", keys, node, reason=BREAK_HISTORY)
-        summary = self._summary_in(messages) if keys.tools + keys.chain[1] in self._heads else None
+        summary = self._summary_in(messages) if _head(keys) in self._heads else None
         if summary is not None:
             return Plan("full", keys, summary, reason=BREAK_COMPACTION)
-        return Plan("root", keys, near=next(reversed(self.nodes.values()), None))
+        return Plan("root", keys, near=self._last)
 
     def plan_tokens(self, prompt: Ids, keys: Keys) -> Plan:
         """A plan for a prompt that the client gave as text or tokens: it continues the longest call that it extends."""
@@ -188,7 +189,7 @@ class Forest:
                 best = node
         if best is not None:
             return Plan("extend", keys, best)
-        return Plan("root", keys, near=next(reversed(self.nodes.values()), None))
+        return Plan("root", keys, near=self._last)
 
     def reserve(self, plan: Plan) -> None:
         """Hold the call that a plan continues, until `release`. Calls that continue it are counted by `add`."""
@@ -230,13 +231,14 @@ class Forest:
             delivered=delivered,
         )
         self.nodes[call_id] = node
+        self._last = node
         if answer is None:
             return node
         if link_.base is not None and (link_.parent is not None or link_.break_reason is not None):
             link_.base.continued += 1
         said = answer if len(keys.chain) > 1 else RAW_ANSWER
         self._answered.setdefault(extended(keys.chain[-1], said), []).append(node)
-        self._heads.add(keys.tools + keys.chain[min(1, len(keys.chain) - 1)])
+        self._heads.add(_head(keys))
         asked = keys.tools + keys.chain[-1]
         first = self._asked.setdefault(asked, node)
         if (seq, call_id) < (first.seq, first.call_id):
@@ -259,11 +261,16 @@ class Forest:
         Asked only of conversations that begin like an earlier one: agents quote answers to their sub-agents, too.
         """
         texts = [plain_text(m.get("content")) or "" for m in messages if m["role"] in ("system", "user")]
-        for node in list(reversed(self.nodes.values()))[:SUMMARY_CALLS]:
+        for node in list(self.nodes.values())[: -SUMMARY_CALLS - 1 : -1]:
             said = (plain_text(node.answer.get("content")) or "").strip()
             if len(said) >= SUMMARY_CHARS and any(said in text for text in texts):
                 return node
         return None
+
+
+def _head(keys: Keys) -> bytes:
+    """How a conversation begins: tools and first message."""
+    return keys.tools + keys.chain[min(1, len(keys.chain) - 1)]
 
 
 def _reasoning(message: Message) -> str:
