@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from leyden.errors import PreflightError
 from leyden.gateway import keys
 from leyden.gateway.attempts import Call, LiveAttempt, LiveAttempts
 from leyden.gateway.calls import CallMaker, Counters
@@ -27,7 +28,8 @@ from leyden.gateway.options import GatewayOptions, engine_key
 from leyden.gateway.pause import Pause
 from leyden.gateway.renderer import ModelRenderer
 from leyden.gateway.signals import Signal, wait_until
-from leyden.gateway.store.base import DELIVERY_SECONDS, Store, open_store
+from leyden.gateway.store.address import shown
+from leyden.gateway.store.base import Store, open_store
 from leyden.gateway.store.records import Changed, Ended, KeyOwner, StoredCall
 from leyden.schema import (
     TERMINAL_STATES,
@@ -46,6 +48,10 @@ log = logging.getLogger("leyden.gateway")
 
 MAX_CALLS = 8192
 """Calls held at once. Each costs a connection and its request in memory."""
+FOLLOW_SECONDS = 10.0
+TAKE_OVER_TRIES = 50
+TAKE_OVER_SECONDS = 5.0
+"""How long a repeated request waits to learn whether the gateway that recorded its answer delivers it."""
 SWEEP_SECONDS = 0.5
 LAG_SECONDS = 0.1
 
@@ -82,6 +88,9 @@ class Gateway:
             counters=self.counters,
         )
         self._background: list[asyncio.Task[None]] = []
+        self._watching: set[asyncio.Task[None]] = set()
+        """Calls whose clients went away, until they are done."""
+        self._following = asyncio.Event()
 
     @classmethod
     async def open(cls, options: GatewayOptions, key: str) -> Gateway:
@@ -104,12 +113,17 @@ class Gateway:
             task = asyncio.create_task(work)
             task.add_done_callback(gateway._background_ended)
             gateway._background.append(task)
+        try:
+            await asyncio.wait_for(gateway._following.wait(), FOLLOW_SECONDS)
+        except TimeoutError:
+            await gateway.close()
+            raise PreflightError(f"the store {shown(options.store)} gives no notifications (LISTEN)") from None
         return gateway
 
     async def close(self) -> None:
-        for task in self._background:
+        for task in [*self._background, *self._watching]:
             task.cancel()
-        await asyncio.gather(*self._background, return_exceptions=True)
+        await asyncio.gather(*self._background, *self._watching, return_exceptions=True)
         for live in self.live.all():
             self.live.leave(live.info.rollout_id, live.info.attempt_id, Phase.ENDED)
         await self._client.close()
@@ -295,15 +309,16 @@ class Gateway:
         return call
 
     async def _is_left_behind(self, live: LiveAttempt, call: Call) -> bool:
-        """Whether nobody got this answer elsewhere. One that another gateway recorded may be on its way there."""
+        """Whether nobody gets this answer elsewhere. Where another gateway recorded it, it may be on its way there."""
         if not self.store.shared or not call.task.done():
             return True
-        if call.recorded_at is not None:
-            await asyncio.sleep(call.recorded_at + DELIVERY_SECONDS - time.time())
-        if not await self.store.is_delivered(call.call_id):
-            return True
-        if call.call_id in live.forest.nodes:
-            live.forest.nodes[call.call_id].delivered = True
+        for _ in range(TAKE_OVER_TRIES):
+            taken = await self.store.take_over(call.call_id)
+            if taken:
+                return True
+            if taken is False:
+                break
+            await asyncio.sleep(TAKE_OVER_SECONDS / TAKE_OVER_TRIES)
         live.drop(call)
         return False
 
@@ -314,6 +329,19 @@ class Gateway:
             self.counters.abandoned += 1
 
         live.orphan(call, self.options.replay_grace_seconds, count)
+        if self.store.shared and call.recorded_at is None and call.expiry is not None:
+            watch = asyncio.create_task(self._tell_abandoned(call))
+            self._watching.add(watch)
+            watch.add_done_callback(self._watching.discard)
+
+    async def _tell_abandoned(self, call: Call) -> None:
+        """Let other gateways know, once it is recorded, that the client of an answer went away without it."""
+        await asyncio.wait({call.task})
+        if call.expiry is not None and not call.failed():
+            try:
+                await self.store.abandon([c.call_id for c in call.task.result().choices])
+            except StoreUnavailable as e:
+                log.warning("call %s was left by its client, which others can't be told: %s", call.call_id, e.message)
 
     async def delivered(self, live: LiveAttempt, call: Call) -> None:
         """The client has the whole answer."""
@@ -387,11 +415,15 @@ class Gateway:
 
     async def _follow(self) -> None:
         """Do here what other gateways on the same store changed."""
-        async for note in self.store.notes():
-            try:
-                await self._take_in(note)
-            except StoreUnavailable as e:
-                log.error("can't follow what other gateways changed: %s", e.message)
+        try:
+            async for note in self.store.notes():
+                self._following.set()
+                try:
+                    await self._take_in(note)
+                except StoreUnavailable as e:
+                    log.error("can't follow what other gateways changed: %s", e.message)
+        finally:
+            self._following.set()
 
     async def _take_in(self, note: list[str]) -> None:
         """Act on a note of `Store.notes`; the empty one may stand for any."""

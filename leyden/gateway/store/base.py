@@ -184,8 +184,12 @@ class Store:
     async def mark_delivered(self, rollout_id: str, attempt_id: str, call_ids: Sequence[str]) -> None:
         await self._write(lambda db: calls.mark_delivered(db, rollout_id, attempt_id, call_ids))
 
-    async def is_delivered(self, call_id: str) -> bool:
-        return await self.db.read(lambda db: calls.is_delivered(db, call_id))
+    async def abandon(self, call_ids: Sequence[str]) -> None:
+        await self._write(lambda db: calls.abandon(db, call_ids))
+
+    async def take_over(self, call_id: str) -> bool | None:
+        """Whether this gateway may give a recorded answer to its client; None when another may be about to."""
+        return await self.db.write(lambda db: calls.take_over(db, call_id))
 
     async def attempt_calls(self, rollout_id: str, attempt_id: str, *, after: int = 0) -> list[StoredCall]:
         """Recorded calls with their messages; only those with an ordinal above `after`."""

@@ -78,6 +78,7 @@ def _insert(db: Connection, call: CallCommit, seq: int, ordinal: int) -> None:
         "tools": call.tools.hash if call.tools else None,
         "images": orjson.dumps(call.images).decode() if call.images else None,
         "kind": str(call.kind),
+        "gateway": db.origin,
         "delivered": 0,
     }
     if call.raw is not None:
@@ -208,9 +209,23 @@ def trajectory(db: Connection, rollout: Row, *, content: bool) -> Trajectory:
     )
 
 
-def is_delivered(db: Connection, call_id: str) -> bool:
-    row = db.execute("SELECT delivered FROM calls WHERE call_id = ?", (call_id,)).fetchone()
-    return row is not None and bool(row[0])
+def abandon(db: Connection, call_ids: Sequence[str]) -> None:
+    """Note that the client of these answers went away without them."""
+    for call_id in call_ids:
+        db.execute("UPDATE calls SET abandoned = 1 WHERE call_id = ? AND delivered = 0", (call_id,))
+
+
+def take_over(db: Connection, call_id: str) -> bool | None:
+    """Take on the delivery of a recorded answer that never arrived. None while its gateway may still be at it."""
+    row = db.execute(
+        f"SELECT gateway, abandoned, delivered FROM calls WHERE call_id = ?{db.FOR_UPDATE}", (call_id,)
+    ).fetchone()
+    if row is None or row["delivered"]:
+        return False
+    if not row["abandoned"] and row["gateway"] not in (None, db.origin) and db.is_alive(row["gateway"]):
+        return None
+    db.execute("UPDATE calls SET gateway = ?, abandoned = 0 WHERE call_id = ?", (db.origin, call_id))
+    return True
 
 
 def on_their_way(db: Connection, rollout_id: str, attempt_id: str, since: float) -> bool:

@@ -148,4 +148,8 @@ MIGRATIONS: list[str] = [
     """
     CREATE INDEX rollouts_by_age ON rollouts (state, updated_at);
     """,
+    """
+    ALTER TABLE calls ADD COLUMN gateway TEXT;
+    ALTER TABLE calls ADD COLUMN abandoned INTEGER NOT NULL DEFAULT 0;
+    """,
 ]

@@ -96,7 +96,11 @@ class _Transaction:
 
     def __init__(self, connection: psycopg.Connection[Any], origin: str) -> None:
         self._cursor = connection.cursor
-        self._origin = origin
+        self.origin = origin
+
+    def is_alive(self, origin: str) -> bool:
+        lock = "locktype = 'advisory' AND granted AND classid::bigint = ? AND objid::bigint = ?"
+        return bool(self.execute(f"SELECT 1 FROM pg_locks WHERE {lock}", _lock_key(origin)).fetchall())
 
     def execute(self, sql: str, params: Sequence[Any] = ()) -> psycopg.Cursor[Any]:
         cursor = self._cursor()
@@ -117,7 +121,7 @@ class _Transaction:
         self.execute("SELECT pg_advisory_xact_lock_shared(?, ?)", _lock_key(name))
 
     def notify(self, *note: str) -> None:
-        self.execute("SELECT pg_notify(?, ?)", (_CHANNEL, json.dumps([self._origin, *note])))
+        self.execute("SELECT pg_notify(?, ?)", (_CHANNEL, json.dumps([self.origin, *note])))
 
 
 def _lock_key(name: str) -> tuple[int, int]:
@@ -180,6 +184,8 @@ class PostgresDatabase:
                     self._url, autocommit=True, connect_timeout=CONNECT_TIMEOUT
                 ) as connection:
                     await connection.execute(f"LISTEN {_CHANNEL}")
+                    # Held as long as this process and its connection live: how others know that it does.
+                    await connection.execute("SELECT pg_advisory_lock(%s, %s)", _lock_key(self._origin))
                     yield []
                     async for note in connection.notifies():
                         origin, *what = json.loads(note.payload)
