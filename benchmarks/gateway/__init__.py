@@ -1,0 +1,1 @@
+"""Parts of `make bench-gateway`: a light engine, a light client, the peer."""
