@@ -6,8 +6,8 @@ and tokenises the prompts, checks every answer and has it on disk (SQLite, synch
 passes messages on and keeps everything in memory. Phases of both alternate; figures are medians. CPU is that of the
 gateway's process, all threads; "added" latency is over the engine asked directly.
 
-Then Leyden alone: what one more turn costs in conversations that reach 4k and 32k tokens in 100 turns, memory over 10,000
-calls of ended rollouts, and 1,000 streams held open at once.
+Then Leyden alone: what one more turn costs in conversations that reach 4k and 32k tokens in 100 turns, memory over
+10,000 calls of ended rollouts, and 1,000 streams held open at once.
 
 CPU figures hold on a busy machine, those per second don't.
 """
@@ -58,6 +58,8 @@ async def load(port: int, rollouts: list[list[str]], connections: int) -> dict[s
     pipe = asyncio.subprocess.PIPE
     async with servers.process(command, stdin=pipe, stdout=pipe) as running:
         said, _ = await asyncio.wait_for(running.communicate(lines), 300)
+    if running.returncode:
+        raise SystemExit(f"the load on port {port} over {connections} connections failed; what it said is above")
     result = json.loads(said)
     if result["failed"]:
         raise SystemExit(f"{result['failed']} of {result['calls']} calls failed at port {port}")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+from typing import cast
 
 import uvloop
 
@@ -53,8 +54,7 @@ class Engine(asyncio.Protocol):
         self._message = Message()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        self._transport = cast(asyncio.Transport, transport)
 
     def data_received(self, data: bytes) -> None:
         whole = self._message.feed(data)
