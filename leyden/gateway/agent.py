@@ -101,6 +101,10 @@ class AgentApp:
             return
         except Refused as e:
             await send_json(send, e.status, dialect.error(e))
+        except Exception as e:
+            log.exception("%s %s failed inside the gateway", method, path)
+            fault = Refused(f"the gateway failed on this request: {type(e).__name__}", status=500)
+            await send_json(send, 500, dialect.error(fault))
 
     async def _models(self, exchange: _Exchange, dialect: Dialect) -> None:
         """The served model; a single one by any name, since any name is served."""

@@ -64,6 +64,8 @@ class LiveAttempt:
     """Ordinal up to which the attempt's recorded calls are here."""
     next_seq: int = 0
     phase: Phase = Phase.AGENT
+    key_hash: bytes | None = None
+    """Of the agent key that is remembered for it."""
     deleted: bool = False
     calls: set[Call] = field(default_factory=set)
     orphans: dict[bytes, list[Call]] = field(default_factory=dict)
@@ -147,6 +149,8 @@ class LiveAttempts:
         self._revive = revive
         self._live: dict[tuple[str, str], LiveAttempt] = {}
         self._loading: dict[tuple[str, str], asyncio.Task[LiveAttempt]] = {}
+        self._by_key: dict[bytes, LiveAttempt] = {}
+        """By the hash of an agent key that was checked."""
         self._left: dict[tuple[str, str], Phase] = {}
         """Attempts that left their agent phase while they were being loaded."""
 
@@ -158,6 +162,23 @@ class LiveAttempts:
 
     def all(self) -> list[LiveAttempt]:
         return list(self._live.values())
+
+    def by_key(self, key_hash: bytes) -> LiveAttempt | None:
+        """The attempt of an agent key that was checked before, while it is in its agent phase.
+
+        Only one gateway knows of every end at once; where others share the store, each call asks the store.
+        """
+        live = None if self._store.shared else self._by_key.get(key_hash)
+        if live is None or live.phase is not Phase.AGENT:
+            return None
+        live.used = time.monotonic()
+        return live
+
+    def note_key(self, key_hash: bytes, live: LiveAttempt) -> None:
+        """Remember that this agent key, just checked, is `live`'s."""
+        if live.phase is Phase.AGENT and self.peek(live.info.rollout_id, live.info.attempt_id) is live:
+            self._by_key[key_hash] = live
+            live.key_hash = key_hash
 
     async def get(self, rollout_id: str, attempt_id: str) -> LiveAttempt:
         """The attempt, brought back from the store if need be. Concurrent callers share one loading."""
@@ -210,9 +231,15 @@ class LiveAttempts:
         key = (rollout_id, attempt_id)
         if key in self._loading:
             self._left[key] = phase
-        live = self._live.pop(key, None)
+        live = self._let_go(key)
         if live is not None:
             live.leave(phase, deleted=deleted)
+
+    def _let_go(self, key: tuple[str, str]) -> LiveAttempt | None:
+        live = self._live.pop(key, None)
+        if live is not None and live.key_hash is not None:
+            self._by_key.pop(live.key_hash, None)
+        return live
 
     async def check(self) -> None:
         """Ask the store which attempts are still in their agent phase, after news may have been missed."""
@@ -230,7 +257,7 @@ class LiveAttempts:
         idle = sorted((live.used, key) for key, live in self._live.items() if not live.calls)
         for i, (used, key) in enumerate(idle):
             if used < limit or i < len(self._live) - MAX_LIVE:
-                self._live.pop(key)
+                self._let_go(key)
 
 
 def grow(forest: Forest, stored: list[StoredCall]) -> None:

@@ -264,6 +264,10 @@ class Gateway:
 
     async def attempt_for_call(self, key: str | None, target: Target | None) -> LiveAttempt:
         """The attempt that a model call belongs to: the key's own, or the one that the path names."""
+        digest = keys.digest(key) if key is not None and target is None else None
+        known = self.live.by_key(digest) if digest is not None else None
+        if known is not None:
+            return known
         principal = await self.authorize(key, Action.MODEL_CALL, target)
         if principal.kind is KeyKind.ADMIN and target is None:
             raise Forbidden("the admin key names no attempt: use /proxy/rollout/ID/attempt/A/mode/train/openai/v1")
@@ -274,6 +278,8 @@ class Gateway:
             await self.store.count_late(rollout_id, attempt_id)
             who = name_attempt(rollout_id, attempt_id)
             raise Conflict(f"{who} takes no more model calls: its agent phase has ended")
+        if digest is not None:
+            self.live.note_key(digest, live)
         return live
 
     async def earlier_calls(self, live: LiveAttempt, call_ids: Sequence[str]) -> dict[str, StoredCall]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Collection, Sequence
 from fnmatch import fnmatchcase
+from functools import lru_cache
 
 from leyden.gateway.engines.protocol import Capability
 from leyden.gateway.engines.queue import FairQueue
@@ -17,6 +18,11 @@ def route(routes: Sequence[ModelRoute], served_model: str, asked: str) -> ModelR
     for candidate in routes:
         if fnmatchcase(asked, candidate.match):
             return candidate
+    return _everything(served_model)
+
+
+@lru_cache(maxsize=16)
+def _everything(served_model: str) -> ModelRoute:
     return ModelRoute(match="*", model=served_model)
 
 
