@@ -7,7 +7,7 @@ SEED ?= 0
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 
-.PHONY: setup demo demo-resume test lint format audit conformance conformance-light conformance-all faults bench bench-engine clean
+.PHONY: setup demo demo-resume test lint format audit conformance conformance-light conformance-all faults bench bench-engine bench-gateway clean
 
 setup: $(STAMP)
 	@echo "setup: python=$$($(BIN)/python -c 'import platform; print(platform.python_version())') torch=$$($(BIN)/python -c 'import torch; print(torch.__version__)') leyden=$$($(BIN)/python -c 'import importlib.metadata as m; print(m.version("leyden"))')"
@@ -53,10 +53,13 @@ audit: $(STAMP)
 faults: $(STAMP)
 	@$(BIN)/python -m tests.faults.run $(ARGS)
 
-bench: bench-engine
+bench: bench-engine bench-gateway
 
 bench-engine: $(STAMP)
 	@$(BIN)/python benchmarks/bench_engine.py $(ARGS)
+
+bench-gateway: $(STAMP)
+	@$(BIN)/python -m benchmarks.bench_gateway $(ARGS)
 
 clean:
 	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

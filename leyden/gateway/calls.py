@@ -115,16 +115,12 @@ class CallMaker:
             live, request, dialect, call_id, fingerprint, seq, started, prompt.plan, prompt, used, relation, kind, where
         )
         try:
-            async with asyncio.TaskGroup() as group:
-                asks = [self._ask(job, by_engine, f"{call_id}-{i}") for i in range(request.n)]
-                rollout_id = live.info.rollout_id
-                tasks = [group.create_task(self.generator.sample(rollout_id, where.model, ask)) for ask in asks]
-        except* Refused as errors:
-            first = _first(errors)
-            await self._record_failure(job, first)
-            raise first from None
-        said = [t.result()[0] for t in tasks]
-        samples = [(t.result()[0].sample, t.result()[1]) for t in tasks]
+            results = await self._samples(job, by_engine)
+        except Refused as e:
+            await self._record_failure(job, e)
+            raise
+        said = [s for s, _ in results]
+        samples = [(s.sample, engine) for s, engine in results]
         if by_engine:
             job = self._as_rendered(job, said)
         tokens = sum(len(s.ids) for s, _ in samples)
@@ -134,6 +130,19 @@ class CallMaker:
             lambda: self._answer(job, [s for s, _ in samples], parsed),
             micros=tokens * TOKEN_MICROS if request.logprobs else 0,
         )
+
+    async def _samples(self, job: _Job, by_engine: bool) -> list[tuple[Said, EngineModel]]:
+        """As many samples as were asked for; when one fails, the others are given up."""
+        sample, rollout_id, model = self.generator.sample, job.live.info.rollout_id, job.route.model
+        asks = [self._ask(job, by_engine, f"{job.call_id}-{i}") for i in range(job.request.n)]
+        if len(asks) == 1:
+            return [await sample(rollout_id, model, asks[0])]
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(sample(rollout_id, model, ask)) for ask in asks]
+        except* Refused as errors:
+            raise _first(errors) from None
+        return [t.result() for t in tasks]
 
     def _by_engine(self, capture: CaptureConfig, request: ModelRequest, where: ModelRoute) -> bool:
         """Whether the engine renders and parses: when the run says so, for images, and for models of other makes."""

@@ -20,6 +20,8 @@ Ids = npt.NDArray[np.int32]
 
 LONG_TEXT = 1000
 """Characters from which a text is remembered. Encoding takes a microsecond for four of them."""
+SHORT_TEXT, SHORT_TEXTS = 32, 4096
+"""Texts up to this length are remembered, so many of them: the markers that renderers and parsers encode every time."""
 MEMORY_BYTES = 64 * 2**20
 
 
@@ -73,6 +75,8 @@ class Codec:
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
         self.cache = IdsCache()
+        self._short: dict[str, list[int]] = {}
+        self._tokens: dict[str, Any] = {}
         self._backend = _exact_backend(tokenizer)
 
     def __getattr__(self, name: str) -> Any:
@@ -83,6 +87,13 @@ class Codec:
     def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
         if add_special_tokens:
             return self.tokenizer.encode(text)
+        if len(text) <= SHORT_TEXT:
+            short = self._short.get(text)
+            if short is None:
+                short = self._encode(text)
+                if len(self._short) < SHORT_TEXTS:
+                    self._short[text] = short
+            return list(short)
         if len(text) < LONG_TEXT:
             return self._encode(text)
         known = self.cache.get(text)
@@ -91,6 +102,16 @@ class Codec:
         ids = self._encode(text)
         self.cache.put(text, np.asarray(ids, np.int32), 2 * len(text))
         return ids
+
+    def convert_tokens_to_ids(self, tokens: Any) -> Any:
+        """As the tokenizer does; single tokens, which parsers ask for at every answer, are remembered."""
+        if not isinstance(tokens, str):
+            return self.tokenizer.convert_tokens_to_ids(tokens)
+        if tokens not in self._tokens:
+            if len(self._tokens) >= SHORT_TEXTS:
+                return self.tokenizer.convert_tokens_to_ids(tokens)
+            self._tokens[tokens] = self.tokenizer.convert_tokens_to_ids(tokens)
+        return self._tokens[tokens]
 
     def encode_parts(self, text: str, boundary: re.Pattern[str]) -> list[int]:
         """Encode piece by piece, where `boundary` matches special tokens: long pieces, such as a system prompt with
