@@ -29,6 +29,7 @@ from leyden.schema import (
     PauseRequest,
     PauseState,
     PhaseReport,
+    RegisteredEngine,
     Rollout,
     RolloutCreate,
     RolloutDetail,
@@ -41,7 +42,7 @@ from leyden.schema import (
 _ROLLOUTS = TypeAdapter(list[Rollout])
 _EVENTS = TypeAdapter(list[Event])
 _CLAIMS = TypeAdapter(list[Claim])
-_MODELS = TypeAdapter(list[EngineModel])
+_MODELS = TypeAdapter(list[RegisteredEngine])
 _TRAJECTORY = msgspec.msgpack.Decoder(Trajectory)
 
 
@@ -176,7 +177,7 @@ class LeydenClient:
     async def register_models(self, models: list[EngineModel]) -> None:
         await self._call("POST", "/api/models", [m.model_dump(mode="json") for m in models])
 
-    async def models(self) -> list[EngineModel]:
+    async def models(self) -> list[RegisteredEngine]:
         return _MODELS.validate_json(await self._call("GET", "/api/models"))
 
     async def delete_models(self) -> None:

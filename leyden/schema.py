@@ -315,6 +315,27 @@ class EngineModel(BaseModel):
     max_concurrency: int = Field(default=256, ge=1, description="calls that it is given at once; others wait in turn")
 
 
+class EngineCapability(BaseModel):
+    """What a probe found out about an engine; None where it couldn't tell."""
+
+    reachable: bool | None = None
+    ids: bool | None = None
+    logprobs: bool | None = None
+    processed: bool | None = Field(
+        default=None, description="log-probs are of the distribution that was sampled from, temperature included"
+    )
+    detail: str = ""
+    checked_at: float = 0.0
+
+
+class RegisteredEngine(EngineModel):
+    """GET /api/models: an engine, what it can do (None: not asked yet), and what it is doing for this gateway."""
+
+    capability: EngineCapability | None = None
+    running: int = 0
+    waiting: int = 0
+
+
 class ClaimRequest(BaseModel):
     """Long poll for work. Each claimed rollout starts a new attempt, leased to the controller."""
 

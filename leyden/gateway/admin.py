@@ -27,6 +27,7 @@ from leyden.schema import (
     PauseRequest,
     PauseState,
     PhaseReport,
+    RegisteredEngine,
     RewardData,
     Rollout,
     RolloutCreate,
@@ -195,13 +196,13 @@ def _add_service(app: FastAPI, gateway: Gateway) -> None:
     only_admin = [Depends(_admin)]
 
     @app.post("/api/models", status_code=201, dependencies=only_admin)
-    async def register(body: list[EngineModel]) -> list[EngineModel]:
+    async def register(body: list[EngineModel]) -> list[RegisteredEngine]:
         await gateway.register(body)
-        return gateway.engines.all()
+        return gateway.registered()
 
     @app.get("/api/models", dependencies=only_admin)
-    async def models() -> list[EngineModel]:
-        return gateway.engines.all()
+    async def models() -> list[RegisteredEngine]:
+        return gateway.registered()
 
     @app.delete("/api/models", status_code=204, dependencies=only_admin)
     async def clear() -> Response:

@@ -172,6 +172,7 @@ class CallMaker:
             request_id=request_id,
             response_format=request.response_format,
             chat=chat,
+            trained=job.route.trained,
         )
 
     def _as_rendered(self, job: _Job, said: list[Said]) -> _Job:
@@ -235,7 +236,9 @@ class CallMaker:
         commits = []
         for i, ((sample, engine), said) in enumerate(zip(samples, parsed, strict=True)):
             self.counters.nan_logprobs += sample.nan_logprobs
-            if sample.untrainable is not None:
+            if not job.route.trained:
+                sample.untrainable = None  # `left_out` says why; what is missing is no fault.
+            if sample.untrainable is not None and job.left_out() is None:
                 self._warn(job, sample.untrainable)
             commits.append(job.commit(_sibling_id(job.call_id, i), sample, said, engine, refs, raw, ended))
         recorded = await self.store.commit_calls(commits)

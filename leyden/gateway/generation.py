@@ -7,7 +7,8 @@ import time
 from dataclasses import dataclass, field
 
 from leyden.gateway.engines.client import EngineClient, EngineTimeout, EngineUnreachable
-from leyden.gateway.engines.protocol import Ask, Capability, Said
+from leyden.gateway.engines.probe import Probes
+from leyden.gateway.engines.protocol import Ask, Said
 from leyden.gateway.engines.registry import EngineRegistry
 from leyden.gateway.errors import EngineFailed, Refused
 from leyden.gateway.pause import Pause
@@ -33,6 +34,7 @@ class Generator:
 
     engines: EngineRegistry
     client: EngineClient
+    probes: Probes
     pause: Pause
     request_timeout: float
     tries: Tries = field(default_factory=Tries)
@@ -71,7 +73,9 @@ class Generator:
                 raise EngineTimeout(f"the engine at {engine.endpoint} had no room within {left:g} s") from None
             else:
                 if said.sample.finish_reason != "abort":
-                    _doubt(said, ask, self.engines.capabilities.get(engine.endpoint))
+                    self.probes.begin(engine)
+                    if said.sample.untrainable is None:
+                        said.sample.untrainable = await self._doubt(ask, engine)
                     return said, engine
                 self.tries.aborts += 1
                 left -= time.monotonic() - begun
@@ -100,17 +104,24 @@ class Generator:
             )
         return max(0.001, left - (time.monotonic() - begun))
 
-
-def _doubt(said: Said, ask: Ask, capability: Capability | None) -> None:
-    """Mark a sample whose log-probs aren't those of the distribution that it was drawn from."""
-    sample, used = said.sample, ask.effective
-    if sample.untrainable is not None:
-        return
-    if ask.response_format is not None:
-        sample.untrainable = "constrained sampling: the log-probs aren't those of the model by itself"
-    plain = used["temperature"] == 1 and used["top_p"] == 1 and not used["top_k"]
-    if not plain and used["temperature"] > 0 and capability is not None and capability.processed is False:
-        sample.untrainable = (
-            "raw log-probs: this engine gives log-probs before temperature and top-p; sample at temperature 1, or "
-            "start it so that it gives processed ones (vLLM: --logprobs-mode processed_logprobs)"
+    async def _doubt(self, ask: Ask, engine: EngineModel) -> str | None:
+        """Why log-probs aren't those of the policy's distribution that the sample was drawn from."""
+        used = ask.effective
+        if ask.response_format is not None:
+            return "constrained sampling: the log-probs aren't those of the model by itself"
+        plain = used["temperature"] == 1 and used["top_p"] == 1 and not used["top_k"]
+        if plain or used["temperature"] == 0 or not ask.trained:
+            return None
+        found = await self.probes.of(engine)
+        if found.processed:
+            return None
+        if found.processed is False:
+            return (
+                "raw log-probs: this engine gives log-probs before temperature and top-p; sample at temperature 1, or "
+                "start it so that it gives processed ones (vLLM: --logprobs-mode processed_logprobs)"
+            )
+        why = f" ({found.detail})" if found.detail else ""
+        return (
+            "unverified log-probs: this engine didn't show whether its log-probs follow temperature and top-p; sample "
+            f"at temperature 1, or see why its probe told nothing{why}"
         )

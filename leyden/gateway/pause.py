@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from leyden.gateway.errors import Conflict
+from leyden.gateway.errors import Conflict, StoreUnavailable
 from leyden.gateway.signals import Signal, wait_until
 from leyden.gateway.store.base import Store
 from leyden.schema import PauseRequest, PauseState
@@ -42,13 +42,21 @@ class Pause:
 
         Raises:
             Conflict: somebody else holds the pause.
+            StoreUnavailable: nothing is paused that wasn't before.
         """
         current = self._active()
         if current is not None and current.owner != request.owner:
             raise Conflict(f"calls are paused by {current.owner}; {request.owner} can't take that over")
+        before = current, self._expires
         self._request, self._expires = request, time.time() + request.lease_seconds
         self._changed.notify()
-        await self._store.set_meta(_META, {"request": request.model_dump(), "expires": self._expires})
+        try:
+            await self._store.set_meta(_META, {"request": request.model_dump(), "expires": self._expires})
+        except StoreUnavailable:
+            # The owner is told that it failed, so it may never resume.
+            self._request, self._expires = before
+            self._changed.notify()
+            raise
         return self.state()
 
     async def resume(self, owner: str | None) -> PauseState:

@@ -17,8 +17,7 @@ from leyden.gateway.attempts import Call, LiveAttempt, LiveAttempts
 from leyden.gateway.calls import CallMaker, Counters
 from leyden.gateway.dialects.base import Answer, Choice, ModelRequest
 from leyden.gateway.engines.client import EngineClient
-from leyden.gateway.engines.probe import probe
-from leyden.gateway.engines.protocol import Capability
+from leyden.gateway.engines.probe import Probes
 from leyden.gateway.engines.registry import EngineRegistry
 from leyden.gateway.errors import Conflict, Forbidden, Refused, StoreUnavailable, Unauthorized
 from leyden.gateway.generation import Generator
@@ -38,6 +37,7 @@ from leyden.schema import (
     EngineModel,
     OutcomeReport,
     PhaseReport,
+    RegisteredEngine,
     Rollout,
     RolloutCreate,
     StatusPatch,
@@ -75,9 +75,11 @@ class Gateway:
         self._queue = Signal()
         self._terminal = Signal()
         self._client = EngineClient(engine_key(options))
+        self.probes = Probes(self._client, lambda: renderer.encode("1 2 3 4").tolist())
         self._generator = Generator(
             engines=self.engines,
             client=self._client,
+            probes=self.probes,
             pause=self.pause,
             request_timeout=options.request_timeout_seconds,
         )
@@ -126,6 +128,7 @@ class Gateway:
         await asyncio.gather(*self._background, *self._watching, return_exceptions=True)
         for live in self.live.all():
             self.live.leave(live.info.rollout_id, live.info.attempt_id, Phase.ENDED)
+        await self.probes.close()
         await self._client.close()
         self.renderer.close()
         await asyncio.to_thread(self.store.close)
@@ -228,33 +231,33 @@ class Gateway:
     async def register(self, models: Sequence[EngineModel]) -> None:
         """Take in engines or new versions of them; engines that aren't known yet are asked what they can do."""
         await self.store.upsert_models(models)
+        await self._take_engines()
+        new = {m.endpoint: m for m in models}
+        await asyncio.gather(*(self.probes.of(m) for m in new.values()))
+
+    async def _take_engines(self) -> None:
         self.engines.set(await self.store.models())
-        new = {m.endpoint: m for m in models if m.endpoint not in self.engines.capabilities}
-        found = await asyncio.gather(*(probe(self._client, m, self._probe_prompt()) for m in new.values()))
-        for engine, capability in zip(new.values(), found, strict=True):
-            if capability.reachable is not False:
-                self.engines.capabilities[engine.endpoint] = capability
-            self._report(engine, capability)
+        self.probes.keep({m.endpoint for m in self.engines.all()})
 
-    def _probe_prompt(self) -> list[int]:
-        return self.renderer.encode("1 2 3 4").tolist()
-
-    def _report(self, engine: EngineModel, found: Capability) -> None:
-        faults = {
-            "can't be reached": found.reachable is False,
-            "returns no token ids": found.ids is False,
-            "returns no log-probs": found.logprobs is False,
-            "gives log-probs before temperature, so calls at other temperatures than 1 can't be trained": (
-                found.processed is False
-            ),
-        }
-        said = [fault for fault, true in faults.items() if true]
-        if said:
-            log.warning("engine %s of model %s %s (%s)", engine.endpoint, engine.model, "; ".join(said), found.detail)
+    def registered(self) -> list[RegisteredEngine]:
+        """The engines, with what is known about each."""
+        out = []
+        for engine in self.engines.all():
+            queue = self.engines.queue(engine)
+            out.append(
+                RegisteredEngine(
+                    **engine.model_dump(),
+                    capability=self.probes.known.get(engine.endpoint),
+                    running=queue.running,
+                    waiting=queue.waiting,
+                )
+            )
+        return out
 
     async def clear_engines(self) -> None:
         await self.store.clear_models()
         self.engines.set([])
+        self.probes.keep(())
 
     def max_model_len(self) -> int | None:
         engine = self.engines.max_model_len()
@@ -444,7 +447,7 @@ class Gateway:
         if what in (None, "terminal"):
             self._terminal.notify()
         if what in (None, "models"):
-            self.engines.set(await self.store.models())
+            await self._take_engines()
         if what in (None, "meta"):
             await self.pause.load()
 

@@ -14,10 +14,11 @@ from aiohttp import web
 
 from leyden.gateway.engines.client import ADAPTERS
 from leyden.gateway.engines.probe import processed
-from leyden.gateway.engines.protocol import Ask, Said
+from leyden.gateway.engines.protocol import Ask, Chat, Said
 from leyden.gateway.engines.queue import FairQueue
 from leyden.gateway.engines.registry import EngineRegistry, route
-from leyden.schema import CallRecord, CaptureConfig, EngineModel, ModelRoute, RolloutConfig, Sampling
+from leyden.gateway.errors import StoreUnavailable
+from leyden.schema import CallRecord, CaptureConfig, EngineModel, ModelRoute, PauseRequest, RolloutConfig, Sampling
 from leyden.training.rows import build_rows
 from tests.gateway.conftest import MakeWorld, World
 from tests.gateway.scripted_engine import Reply
@@ -209,7 +210,7 @@ async def calls_of(world: World, rollout_id: str) -> list[CallRecord]:
 async def test_a_call_through_sglang(world_maker: MakeWorld) -> None:
     async with world_maker(engine=False) as world, serving(sglang_like) as (url, asked):
         await world.admin.register_models([EngineModel(model="tiny", endpoint=url, kind="sglang")])
-        assert world.gateway.engines.capabilities[url].processed is True
+        assert world.gateway.probes.known[url].processed is True
         claim = await world.claim()
         status, _ = await world.chat(claim.agent_key, {"messages": USER})
         (call,) = await calls_of(world, claim.rollout.rollout_id)
@@ -244,7 +245,7 @@ async def test_raw_log_probs_are_no_training_data_at_other_temperatures(
 ) -> None:
     async with world_maker(engine=False) as world, serving(vllm_like(raw)) as (url, _):
         await world.admin.register_models([EngineModel(model="tiny", endpoint=url, kind="vllm")])
-        assert world.gateway.engines.capabilities[url].processed is (not raw)
+        assert world.gateway.probes.known[url].processed is (not raw)
         claim = await world.claim(config=RolloutConfig(sampling=Sampling(temperature=temperature)))
         await world.chat(claim.agent_key, {"messages": USER})
         (call,) = await calls_of(world, claim.rollout.rollout_id)
@@ -321,8 +322,8 @@ async def test_a_route_to_nowhere_says_so(world: World) -> None:
 async def test_an_engine_that_is_away_registers_all_the_same(world: World) -> None:
     gone = EngineModel(model="other", endpoint="http://127.0.0.1:9/v1", kind="vllm")
     await world.admin.register_models([gone])
-    assert any(m.endpoint == gone.endpoint for m in await world.admin.models())
-    assert gone.endpoint not in world.gateway.engines.capabilities
+    (shown,) = [m for m in await world.admin.models() if m.endpoint == gone.endpoint]
+    assert shown.capability is not None and shown.capability.reachable is False
 
 
 async def test_an_engine_gets_no_more_calls_than_it_takes(world: World) -> None:
@@ -378,3 +379,147 @@ async def test_the_wait_for_a_turn_ends() -> None:
             async with queue.slot("b", 0.01):
                 pass
     assert queue.running == 0 and queue.waiting == 0
+
+
+def test_an_engine_is_told_what_its_models_own_settings_would_change() -> None:
+    body = ADAPTERS["vllm"].body(engine(), ask(effective={**SPOKEN, "top_k": 0}))
+    assert (body["top_k"], body["repetition_penalty"], body["min_p"]) == (-1, 1.0, 0.0)
+    assert "top_k" not in ADAPTERS["openai"].body(engine("openai"), ask(effective={**SPOKEN, "top_k": 0}))
+
+
+def test_a_strict_server_of_a_frozen_model_gets_no_fields_of_ours() -> None:
+    chat = Chat(messages=USER, tools=None, tool_choice="auto", tool_name=None, parallel_tool_calls=True)
+    used = {"temperature": 1.0, "top_p": 1.0, "top_k": 0}
+    asked = ask(effective=used, chat=chat, trained=False)
+    body = ADAPTERS["openai"].body(engine("openai"), asked)
+    assert set(body) == {"model", "messages", "temperature", "top_p"}
+
+
+@pytest.mark.parametrize("kind", ["leyden", "vllm", "openai"])
+def test_ids_that_a_proxy_moved_away_are_named(kind: str) -> None:
+    value = answer_of(kind, [9, 2], [-0.1, -0.2])
+    moved = value["choices"][0].pop("token_ids")
+    value["choices"][0]["provider_specific_fields"] = {"token_ids": moved}
+    sample = read(kind, value).sample
+    assert sample.ids.tolist() == [] and sample.untrainable is not None
+    assert "provider_specific_fields" in sample.untrainable
+
+
+@pytest.mark.parametrize("kind", ["vllm", "openai"])
+@pytest.mark.parametrize(
+    ("content", "ids", "reason"),
+    [
+        ([("token_id:40", -0.1), ("token_id:3278", -0.2)], None, None),
+        ([("a", -0.1), ("b", -0.2)], None, "missing field: choices[0].token_ids"),
+        ([("a", -0.1), ("b", -0.2)], [1, 2, 3, 4, 5], "lengths differ: 2 log-probs for 5 token ids"),
+        ([("token_id:1", -0.1)], [2], "ids differ"),
+    ],
+)
+def test_chat_answers_are_checked_like_completions(kind: str, content: Any, ids: Any, reason: str | None) -> None:
+    chat = Chat(messages=USER, tools=None, tool_choice="auto", tool_name=None, parallel_tool_calls=True)
+    said: Any = {"content": [{"token": t, "logprob": x} for t, x in content]}
+    choice = {"message": {"content": "t"}, "finish_reason": "stop", "logprobs": said, "token_ids": ids}
+    value = {"choices": [choice], "prompt_token_ids": PROMPT}
+    sample = ADAPTERS[kind].read(value, ask(chat=chat), 4).sample
+    assert (sample.untrainable or "").startswith(reason or "") and (sample.untrainable is None) == (reason is None)
+    if reason is None:
+        assert sample.ids.tolist() == [40, 3278]
+    value["prompt_token_ids"] = [PROMPT]  # A nested list is nobody's prompt, and no error.
+    assert ADAPTERS[kind].read(value, ask(chat=chat), 4).sample.untrainable is not None
+
+
+def answers(kind: str, changes: list[dict[str, Any]]) -> Callable[[str, dict[str, Any]], Any]:
+    """Good answers of a kind of engine to whatever was asked, the first ones changed."""
+
+    def answer(_: str, body: dict[str, Any]) -> Any:
+        prompt = body.get("input_ids") or body["prompt"]
+        good = answer_of(kind, [9, 2], [-0.5, -0.25])
+        (good["meta_info"] if kind == "sglang" else good["usage"])["prompt_tokens"] = len(prompt)
+        if "probe" not in body.get("rid", body.get("request_id", "")) and changes:
+            (good["meta_info"] if kind == "sglang" else good["choices"][0]).update(changes.pop(0))
+        return good
+
+    return answer
+
+
+@pytest.mark.parametrize("kind", ["vllm", "openai", "sglang"])
+async def test_an_aborted_answer_is_asked_for_again(world_maker: MakeWorld, kind: Any) -> None:
+    aborted: Any = {"finish_reason": {"type": "abort"} if kind == "sglang" else "abort"}
+    async with world_maker(engine=False) as world, serving(answers(kind, [aborted, aborted])) as (url, _):
+        await world.admin.register_models([EngineModel(model="tiny", endpoint=url, kind=kind)])
+        claim = await world.claim()
+        status, body = await world.chat(claim.agent_key, {"messages": USER})
+        (call,) = await calls_of(world, claim.rollout.rollout_id)
+        assert status == 200 and body["choices"][0]["finish_reason"] == "stop"
+        assert call.untrainable is None and call.finish_reason == "stop"
+        assert (await world.admin.stats())["since_start"]["engine_aborts"] == 2
+
+
+@pytest.mark.parametrize("kind", ["leyden", "vllm", "openai", "sglang"])
+@pytest.mark.parametrize("answer", ["text", "json"])
+async def test_what_an_engine_says_against_a_request_reaches_the_client(
+    world_maker: MakeWorld, kind: Any, answer: str
+) -> None:
+    def refuse(_: str, body: dict[str, Any]) -> Any:
+        raise web.HTTPBadRequest(
+            text="too long for me" if answer == "text" else '{"error": {"message": "too long for me"}}'
+        )
+
+    async with world_maker(engine=False) as world, serving(refuse) as (url, _):
+        await world.admin.register_models([EngineModel(model="tiny", endpoint=url, kind=kind)])
+        claim = await world.claim()
+        status, body = await world.chat(claim.agent_key, {"messages": USER})
+        (call,) = await calls_of(world, claim.rollout.rollout_id)
+        assert status == 400 and "too long for me" in body["error"]["message"]
+        assert (call.untrainable or "").startswith("engine refused") and call.response_ids == b""
+
+
+async def test_an_engine_that_comes_up_later_is_asked_before_its_log_probs_are_trusted(
+    world_maker: MakeWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("leyden.gateway.engines.probe.AGAIN_SECONDS", 0)
+    async with world_maker(engine=False) as world, serving(vllm_like(False)) as (url, asked):
+        world.gateway.engines.set([EngineModel(model="tiny", endpoint=url, kind="vllm")])
+        assert world.gateway.registered()[0].capability is None
+        claim = await world.claim(config=RolloutConfig(sampling=Sampling(temperature=0.5)))
+        for seed in range(3):
+            await world.chat(claim.agent_key, {"messages": USER, "seed": seed})
+        assert [c.untrainable for c in await calls_of(world, claim.rollout.rollout_id)] == [None] * 3
+        assert len(asked) == 3 + 2  # One probe of two questions.
+
+
+async def test_log_probs_that_nothing_vouches_for_arent_trained_at_other_temperatures(world_maker: MakeWorld) -> None:
+    async with world_maker(engine=False) as world, serving(answers("vllm", [])) as (url, _):
+        await world.admin.register_models([EngineModel(model="tiny", endpoint=url, kind="vllm")])
+        claim = await world.claim(config=RolloutConfig(sampling=Sampling(temperature=0.5)))
+        await world.chat(claim.agent_key, {"messages": USER})
+        (call,) = await calls_of(world, claim.rollout.rollout_id)
+        assert (call.untrainable or "").startswith("unverified log-probs")
+
+
+async def test_a_new_version_is_no_reason_to_ask_an_engine_again(world_maker: MakeWorld) -> None:
+    async with world_maker(engine=False) as world, serving(vllm_like(False)) as (url, asked):
+        for version in range(5):
+            await world.admin.register_models([EngineModel(model="tiny", endpoint=url, kind="vllm", version=version)])
+        assert len(asked) == 2
+
+
+async def test_the_rollouts_of_an_engine_that_dies_move_to_the_others(world: World) -> None:
+    dead = EngineModel(model="tiny", endpoint="http://127.0.0.1:9/v1", kind="leyden")
+    await world.admin.register_models([dead])
+    names = (f"r{i}" for i in range(1000))
+    on_it = [n for n in names if world.gateway.engines.pick(n) == dead][:3]
+    for name in on_it:
+        claim = await world.claim(rollout_id=name)
+        assert (await world.chat(claim.agent_key, {"messages": USER}))[0] == 200
+        assert (await calls_of(world, name))[0].engine == world.engine.endpoint
+
+
+async def test_a_pause_that_couldnt_be_stored_holds_nobody(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def broken(key: str, value: Any) -> None:
+        raise StoreUnavailable("the disk is full")
+
+    monkeypatch.setattr(world.gateway.store, "set_meta", broken)
+    with pytest.raises(StoreUnavailable):
+        await world.gateway.pause.pause(PauseRequest(owner="trainer", lease_seconds=60))
+    assert not world.gateway.pause.active()

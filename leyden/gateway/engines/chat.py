@@ -25,11 +25,10 @@ def body(engine: EngineModel, ask: Ask) -> dict[str, Any]:
     out: dict[str, Any] = {
         "model": engine.model,
         "messages": [_message(m) for m in ask.chat.messages],
-        **{k: v for k, v in ask.effective.items() if k != "top_k" or v},
-        "logprobs": True,
-        "return_token_ids": True,
-        "request_id": ask.request_id,
+        **ask.sampling(engine.kind),
     }
+    if ask.trained or engine.kind != "openai":
+        out |= {"logprobs": True, "return_token_ids": True, "request_id": ask.request_id}
     if ask.stop:
         out["stop"] = ask.stop
     if ask.response_format is not None:

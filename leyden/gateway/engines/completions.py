@@ -20,7 +20,7 @@ def _body(engine: EngineModel, ask: Ask) -> dict[str, Any]:
     body = {
         "model": engine.model,
         "prompt": ask.prompt,
-        **{k: v for k, v in ask.effective.items() if k != "top_k" or v},
+        **ask.sampling(engine.kind),
         "stop_token_ids": ask.stop_token_ids,
         "logprobs": 0,
         "return_token_ids": True,

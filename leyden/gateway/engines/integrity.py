@@ -62,7 +62,7 @@ def read_sample(choice: Any, usage: Any, prompt_ids: npt.NDArray[np.int32], vers
     faults = _Faults()
     said = choice.get("logprobs")
     logprobs_field: dict[str, Any] = said if isinstance(said, dict) else {}
-    ids = _read_ids(choice.get("token_ids"), logprobs_field, faults)
+    ids = _read_ids(choice, logprobs_field, faults)
     logprobs, nans = _read_logprobs(logprobs_field, len(ids), faults)
     versions = _read_versions(choice.get("token_versions"), version, len(ids), faults)
     echoed = choice.get("prompt_token_ids")
@@ -97,7 +97,8 @@ def is_ids(value: Any) -> bool:
     return not value or (min(value) >= 0 and max(value) < 2**31)
 
 
-def _read_ids(value: Any, logprobs: dict[str, Any], faults: _Faults) -> npt.NDArray[np.int32]:
+def _read_ids(choice: dict[str, Any], logprobs: dict[str, Any], faults: _Faults) -> npt.NDArray[np.int32]:
+    value = choice.get("token_ids")
     if value is None:
         # vLLM's return_tokens_as_token_ids puts ids into the token texts.
         tokens = logprobs.get("tokens")
@@ -108,7 +109,11 @@ def _read_ids(value: Any, logprobs: dict[str, Any], faults: _Faults) -> npt.NDAr
         ):
             value = [int(t[len(_ID_PREFIX) :]) for t in tokens]
         else:
-            faults.add("missing field: choices[0].token_ids")
+            moved = choice.get("provider_specific_fields")
+            hint = ""
+            if isinstance(moved, dict) and "token_ids" in moved:
+                hint = ": a proxy before the engine moved them to provider_specific_fields; register the engine itself"
+            faults.add(f"missing field: choices[0].token_ids{hint}")
             return _ids([])
     elif isinstance(tokens := logprobs.get("tokens"), list) and tokens and is_ids(value):
         named = [t for t in tokens if isinstance(t, str) and t.startswith(_ID_PREFIX)]

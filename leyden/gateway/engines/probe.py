@@ -1,4 +1,4 @@
-"""What an engine can do, found out by asking when it is registered.
+"""What an engine can do, found out by asking when it is registered, or before its first call if it was away then.
 
 An engine that gives log-probs before temperature (vLLM's default) looks right at temperature 1 and is wrong at any
 other. Two calls tell: for a softmax at temperature T, log p_T(a) - log p_T(b) = (log p(a) - log p(b)) / T for any two
@@ -8,36 +8,115 @@ those of the sampled distribution, and the same if they aren't.
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import time
+from collections.abc import Callable, Collection
 from typing import Any
 
 import numpy as np
 
-from leyden.gateway.engines.client import ADAPTERS, EngineClient, EngineUnreachable
-from leyden.gateway.engines.protocol import Ask, Capability
+from leyden.gateway.engines.client import ADAPTERS, EngineClient, EngineTimeout, EngineUnreachable
+from leyden.gateway.engines.protocol import Ask
 from leyden.gateway.errors import Refused
-from leyden.schema import EngineModel
+from leyden.schema import EngineCapability, EngineModel
+
+log = logging.getLogger("leyden.gateway")
 
 PROBE_SECONDS = 5.0
+AGAIN_SECONDS = 5.0
+"""After which an engine is asked again that couldn't be asked, or whose answers told too little."""
 _TOP = 5
 _LEAST_GAP = 1e-2
 """Difference of log-probs from which the comparison is sound in low precision."""
 
 
-async def probe(client: EngineClient, engine: EngineModel, prompt: list[int]) -> Capability:
+class Probes:
+    """What is known about engines, by endpoint. Each is asked by one probe at a time, whoever wants to know."""
+
+    def __init__(self, client: EngineClient, prompt: Callable[[], list[int]]) -> None:
+        self.known: dict[str, EngineCapability] = {}
+        self._client = client
+        self._prompt = prompt
+        self._asking: dict[str, asyncio.Task[EngineCapability]] = {}
+
+    async def of(self, engine: EngineModel) -> EngineCapability:
+        """What `engine` can do; it is asked if that isn't known. Ends within two times PROBE_SECONDS."""
+        self.begin(engine)
+        task = self._asking.get(engine.endpoint)
+        return self.known[engine.endpoint] if task is None else await asyncio.shield(task)
+
+    def begin(self, engine: EngineModel) -> None:
+        """Ask an engine of which too little is known, without waiting for what it says."""
+        if engine.kind == "leyden":
+            # Our own protocol: ids, versions, and log-probs of the sampled distribution are what it is.
+            self.known[engine.endpoint] = _OURS
+            return
+        known = self.known.get(engine.endpoint)
+        if known is not None and (_settled(known) or time.time() - known.checked_at < AGAIN_SECONDS):
+            return
+        if engine.endpoint not in self._asking:
+            self._asking[engine.endpoint] = asyncio.create_task(self._ask(engine))
+
+    def keep(self, endpoints: Collection[str]) -> None:
+        """Forget the others."""
+        self.known = {e: c for e, c in self.known.items() if e in endpoints}
+
+    async def close(self) -> None:
+        tasks = list(self._asking.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _ask(self, engine: EngineModel) -> EngineCapability:
+        try:
+            found = await probe(self._client, engine, self._prompt())
+        finally:
+            del self._asking[engine.endpoint]
+        before = self.known.get(engine.endpoint)
+        self.known[engine.endpoint] = found
+        if before is None or before.detail != found.detail or _settled(found):
+            _report(engine, found)
+        return found
+
+
+_OURS = EngineCapability(ids=True, logprobs=True, processed=True)
+
+
+def _settled(found: EngineCapability) -> bool:
+    return found is _OURS or (found.reachable is True and (found.processed is not None or found.logprobs is False))
+
+
+def _report(engine: EngineModel, found: EngineCapability) -> None:
+    faults = {
+        "can't be reached": found.reachable is False,
+        "returns no token ids": found.ids is False,
+        "returns no log-probs": found.logprobs is False,
+        "gives log-probs before temperature, so calls at other temperatures than 1 can't be trained": (
+            found.processed is False
+        ),
+    }
+    said = [fault for fault, true in faults.items() if true]
+    if not said and found.processed is None:
+        said = ["didn't show whether its log-probs follow the temperature; only calls at 1 can be trained"]
+    where = f"engine {engine.endpoint} of model {engine.model}"
+    if said:
+        log.warning("%s %s%s", where, "; ".join(said), f" ({found.detail})" if found.detail else "")
+    else:
+        log.info("%s returns ids and the log-probs that it samples from", where)
+
+
+async def probe(client: EngineClient, engine: EngineModel, prompt: list[int]) -> EngineCapability:
     """Ask `engine` to go on from `prompt`, twice. Raises nothing: what can't be found out stays None."""
-    if engine.kind == "leyden":
-        # Our own protocol: ids, versions, and log-probs of the sampled distribution are what it is.
-        return Capability(ids=True, logprobs=True, processed=True, checked_at=time.time())
-    out = Capability(checked_at=time.time())
+    out = EngineCapability(checked_at=time.time())
     tops = []
     for temperature in (1.0, 0.5):
         try:
             value = await _ask(client, engine, prompt, temperature)
-        except EngineUnreachable as e:
-            return Capability(reachable=False, detail=e.message, checked_at=time.time())
+        except (EngineUnreachable, EngineTimeout) as e:
+            return EngineCapability(reachable=False, detail=e.message, checked_at=time.time())
         except Refused as e:
-            out.detail = e.message
+            out.reachable, out.detail = True, e.message
             return out
         out.reachable = True
         sample = ADAPTERS[engine.kind].read(value, _asked(prompt, temperature), 0).sample

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,8 @@ from leyden.gateway.errors import Refused
 from leyden.schema import EngineModel
 
 Ids = npt.NDArray[np.int32]
+_NEUTRAL = {"min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+"""Sampling that the run doesn't fix, at values that change nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +30,17 @@ class Ask:
     request_id: str
     response_format: dict[str, Any] | None = None
     chat: Chat | None = None
+    trained: bool = True
+    """Whether the run wants to train it. If not, a strict server isn't asked for more than its API has."""
+
+    def sampling(self, kind: str) -> dict[str, Any]:
+        """Sampling as completions APIs take it. What vLLM isn't told it takes from the model's generation config."""
+        out = dict(self.effective)
+        if kind == "vllm":
+            return out | {"top_k": out["top_k"] or -1, **_NEUTRAL}
+        if not out["top_k"]:
+            del out["top_k"]
+        return out
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,16 +99,3 @@ def check(adapter: Adapter, engine: EngineModel, ask: Ask) -> None:
             f"engine), and engines of kind {engine.kind} take token ids only",
             code="unsupported_content",
         )
-
-
-@dataclass(slots=True)
-class Capability:
-    """What a probe found out about an engine; None where it couldn't tell."""
-
-    reachable: bool | None = None
-    ids: bool | None = None
-    logprobs: bool | None = None
-    processed: bool | None = None
-    """Whether log-probs are of the distribution that was sampled from, temperature included."""
-    detail: str = ""
-    checked_at: float = field(default=0.0)

@@ -7,7 +7,6 @@ from collections.abc import Collection, Sequence
 from fnmatch import fnmatchcase
 from functools import lru_cache
 
-from leyden.gateway.engines.protocol import Capability
 from leyden.gateway.engines.queue import FairQueue
 from leyden.gateway.signals import Signal
 from leyden.schema import EngineModel, ModelRoute
@@ -32,15 +31,12 @@ class EngineRegistry:
     def __init__(self, served_model: str) -> None:
         self.served_model = served_model
         self.changed = Signal()
-        self.capabilities: dict[str, Capability] = {}
-        """By endpoint."""
         self._models: list[EngineModel] = []
         self._queues: dict[str, FairQueue] = {}
 
     def set(self, models: Sequence[EngineModel]) -> None:
         self._models = list(models)
         endpoints = {m.endpoint for m in models}
-        self.capabilities = {e: c for e, c in self.capabilities.items() if e in endpoints}
         self._queues = {e: q for e, q in self._queues.items() if e in endpoints}
         for model in models:
             if model.endpoint in self._queues:
