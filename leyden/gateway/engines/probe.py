@@ -89,7 +89,7 @@ def _settled(found: EngineCapability) -> bool:
 
 def _report(engine: EngineModel, found: EngineCapability) -> None:
     faults = {
-        "can't be reached": found.reachable is False,
+        "didn't answer; it is asked again with the next calls": found.reachable is False,
         "returns no token ids": found.ids is False,
         "returns no log-probs": found.logprobs is False,
         "gives log-probs before temperature, so calls at other temperatures than 1 can't be trained": (
