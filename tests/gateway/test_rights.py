@@ -11,8 +11,9 @@ from leyden.gateway.admin import build_admin
 from leyden.gateway.errors import Conflict, Forbidden
 from leyden.gateway.keys import Action, KeyKind, Principal, Target, authorize, digest, key_from_headers, mint
 from leyden.gateway.lifecycle import Phase
-from leyden.schema import PhaseReport
-from tests.gateway.conftest import World
+from leyden.schema import Outcome, OutcomeReport, PhaseReport, RolloutPatch, RolloutState, StatusPatch
+from tests.gateway.conftest import MakeWorld, World, on_sqlite
+from tests.gateway.test_delivery import until
 
 CHAT = "/openai/v1/chat/completions"
 BODY = {"messages": [{"role": "user", "content": "x"}]}
@@ -72,6 +73,32 @@ async def test_keys_of_an_attempt_follow_its_phases(world: World) -> None:
     assert await status_of(world, "POST", f"{theirs}/attempt/0/events", other.agent_key, reward) == 200
     await world.admin.delete(mine.rollout.rollout_id)
     assert await status_of(world, "POST", CHAT, mine.agent_key, BODY) == 401
+
+
+@on_sqlite
+@pytest.mark.parametrize("end", ["grading", "outcome", "patch", "delete", "lease"])
+async def test_a_key_that_is_remembered_ends_with_its_agent_phase(world_maker: MakeWorld, end: str) -> None:
+    async with world_maker() as world:
+        mine = await world.claim(grader=True, lease=2 if end == "lease" else 30)
+        other = await world.claim(controller="c2")
+        rollout_id, live = mine.rollout.rollout_id, world.gateway.live
+        for claim in (mine, mine, other):
+            assert await status_of(world, "POST", CHAT, claim.agent_key, BODY) == 200
+        assert live.by_key(digest(mine.agent_key)) is live.peek(rollout_id, "0") is not None
+        if end == "grading":
+            await world.admin.phase(rollout_id, "0", PhaseReport(controller_id="c1", phase="grading"))
+        elif end == "outcome":
+            await world.admin.outcome(rollout_id, "0", OutcomeReport(controller_id="c1", outcome=Outcome.TIMEOUT))
+        elif end == "patch":
+            await world.admin.patch(rollout_id, RolloutPatch(status=StatusPatch(state=RolloutState.FAILED)))
+        elif end == "delete":
+            await world.admin.delete(rollout_id)
+        else:
+            await until(lambda: live.by_key(digest(mine.agent_key)) is None, 20)
+        assert live.by_key(digest(mine.agent_key)) is None
+        assert await status_of(world, "POST", CHAT, mine.agent_key, BODY) == (401 if end == "delete" else 409)
+        assert live.by_key(digest(mine.agent_key)) is None
+        assert await status_of(world, "POST", CHAT, other.agent_key, BODY) == 200
 
 
 @pytest.mark.parametrize("kind", [KeyKind.AGENT, KeyKind.GRADER])
