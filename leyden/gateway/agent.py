@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import unquote
+from urllib.parse import parse_qsl, unquote
 
 import orjson
 
@@ -18,6 +18,7 @@ from leyden.gateway.calls import closed_error
 from leyden.gateway.delivery import ClientGone, Delivery, Receive, Send, send_json
 from leyden.gateway.dialects.anthropic import AnthropicMessages
 from leyden.gateway.dialects.base import Context, Dialect, ModelRequest
+from leyden.gateway.dialects.gemini import COUNT, GENERATE, STREAM, Gemini
 from leyden.gateway.dialects.openai_chat import OpenAIChat
 from leyden.gateway.dialects.openai_completions import OpenAICompletions
 from leyden.gateway.dialects.openai_responses import OpenAIResponses
@@ -34,6 +35,8 @@ _ROUTE = re.compile(
     r"^(?:/proxy/rollout/(?P<rollout>[^/]+)/attempt/(?P<attempt>[^/]+)/mode/(?:train|val))?"
     r"(?P<prefix>/openai/v1|/anthropic/v1|/gemini/v1beta)/(?P<rest>.*)$"
 )
+_ANY_MODEL = re.compile(r"^models/.+:(?=\w+$)")
+"""In paths that name the model before the method."""
 PREFIXES = ("/openai/", "/anthropic/", "/gemini/", "/proxy/rollout/")
 _SECRET_HEADERS = frozenset({"authorization", "x-api-key", "x-goog-api-key", "cookie", "proxy-authorization"})
 
@@ -42,11 +45,11 @@ _SECRET_HEADERS = frozenset({"authorization", "x-api-key", "x-goog-api-key", "co
 class _Exchange:
     """One HTTP request of an agent."""
 
-    method: str
     headers: Mapping[str, str]
     key: str | None
     target: Target | None
     rest: str
+    query: Mapping[str, str]
     receive: Receive
     send: Send
 
@@ -56,16 +59,21 @@ class AgentApp:
 
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
-        chat, self._messages = OpenAIChat(), AnthropicMessages()
-        self._posts: dict[tuple[str, str], Dialect] = {
+        chat, messages, gemini = OpenAIChat(), AnthropicMessages(), Gemini()
+        self._calls: dict[tuple[str, str], Dialect] = {
             ("/openai/v1", "chat/completions"): chat,
             ("/openai/v1", "completions"): OpenAICompletions(),
             ("/openai/v1", "responses"): OpenAIResponses(),
-            ("/anthropic/v1", "messages"): self._messages,
+            ("/anthropic/v1", "messages"): messages,
+            ("/gemini/v1beta", f"models/*:{GENERATE}"): gemini,
+            ("/gemini/v1beta", f"models/*:{STREAM}"): gemini,
         }
-        """Routes whose path is fixed."""
-        self._families: dict[str, Dialect] = {"/openai/v1": chat, "/anthropic/v1": self._messages}
-        """By prefix: the dialect of model lists and of errors about paths."""
+        self._counts: dict[tuple[str, str], AnthropicMessages | Gemini] = {
+            ("/anthropic/v1", "messages/count_tokens"): messages,
+            ("/gemini/v1beta", f"models/*:{COUNT}"): gemini,
+        }
+        self._families: dict[str, Dialect] = {"openai": chat, "anthropic": messages, "gemini": gemini}
+        """The dialects of model lists and of errors about paths."""
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
         method, path = scope["method"], scope.get("raw_path", scope["path"].encode()).decode("latin-1")
@@ -74,24 +82,27 @@ class AgentApp:
             await send_json(send, 200, b"")
             return
         found = _ROUTE.match(path)
-        dialect = self._families.get(found["prefix"] if found else _family(path), self._families["/openai/v1"])
+        dialect = self._families.get(found["prefix"].split("/")[1] if found else path.split("/")[1])
+        dialect = dialect or self._families["openai"]
         try:
-            if found is None or found["prefix"] not in self._families:
+            if found is None:
                 raise NotFound(f"there is nothing at {unquote(path)}")
             headers = _headers(scope["headers"])
             if headers.get("upgrade", "").lower() == "websocket":
                 raise Refused("WebSockets aren't served here; use HTTP", status=426)
             target = Target(unquote(found["rollout"]), unquote(found["attempt"])) if found["rollout"] else None
+            query = dict(parse_qsl(scope.get("query_string", b"").decode("latin-1")))
             rest = unquote(found["rest"]).rstrip("/")
-            exchange = _Exchange(method, headers, key_from_headers(scope["headers"]), target, rest, receive, send)
-            posts = self._posts.get((found["prefix"], rest))
-            if posts is not None:
-                dialect = posts
+            key = key_from_headers(scope["headers"])
+            exchange = _Exchange(headers, key, target, rest, query, receive, send)
+            route = (found["prefix"], _ANY_MODEL.sub(r"models/*:", rest))
+            if route in self._calls:
+                dialect = self._calls[route]
                 _only(method, "POST")
                 await self._call(exchange, dialect)
-            elif (found["prefix"], rest) == ("/anthropic/v1", "messages/count_tokens"):
+            elif route in self._counts:
                 _only(method, "POST")
-                await self._count(exchange)
+                await self._count(exchange, self._counts[route])
             elif rest == "models" or rest.startswith("models/"):
                 _only(method, "GET")
                 await self._models(exchange, dialect)
@@ -118,11 +129,12 @@ class AgentApp:
             body = dialect.models([gateway.options.model_name], created, length)
         await send_json(exchange.send, 200, body)
 
-    async def _count(self, exchange: _Exchange) -> None:
+    async def _count(self, exchange: _Exchange, dialect: AnthropicMessages | Gemini) -> None:
         """How long a prompt would be. Not a call: nothing is recorded."""
         live = await self._gateway.attempt_for_call(exchange.key, exchange.target)
-        request = self._messages.parse(await _read_json(exchange.receive), Context())
-        await send_json(exchange.send, 200, self._messages.token_count(await self._gateway.count_tokens(live, request)))
+        request = dialect.parse(await _read_json(exchange.receive), Context(path=exchange.rest))
+        tokens = await self._gateway.count_tokens(live, request)
+        await send_json(exchange.send, 200, dialect.token_count(tokens))
 
     async def _call(self, exchange: _Exchange, dialect: Dialect) -> None:
         gateway = self._gateway
@@ -131,6 +143,7 @@ class AgentApp:
         context = Context(
             headers={k: v for k, v in exchange.headers.items() if k not in _SECRET_HEADERS},
             path=exchange.rest,
+            query=exchange.query,
             earlier=await gateway.earlier_calls(live, dialect.refers_to(body)),
         )
         request = dialect.parse(body, context)
@@ -164,11 +177,6 @@ class AgentApp:
                 await gateway.delivered(live, call)
             else:
                 live.drop(call)
-
-
-def _family(path: str) -> str:
-    """The prefix whose dialect answers for a path that doesn't exist."""
-    return "/anthropic/v1" if path.startswith("/anthropic/") else "/openai/v1"
 
 
 def _headers(raw: list[tuple[bytes, bytes]]) -> dict[str, str]:

@@ -97,7 +97,7 @@ class Delivery:
 
     async def _begin(self, length: int | None = None) -> None:
         self._begun = True
-        kind = b"text/event-stream; charset=utf-8" if self._stream is not None else b"application/json"
+        kind = b"application/json" if self._stream is None else self._stream.content_type
         headers = [(b"content-type", kind), (b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
         if length is not None:
             headers.append((b"content-length", str(length).encode()))

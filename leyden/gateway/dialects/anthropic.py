@@ -11,7 +11,7 @@ from typing import Any
 import orjson
 
 from leyden.gateway.dialects import fields
-from leyden.gateway.dialects.base import Answer, Choice, Context, Message, ModelRequest, ToolChoice
+from leyden.gateway.dialects.base import EVENTS, Answer, Choice, Context, Message, ModelRequest, ToolChoice
 from leyden.gateway.errors import Refused
 
 _SAMPLING = ("temperature", "top_p", "top_k", "max_tokens", "stop_sequences", "thinking")
@@ -100,6 +100,8 @@ class AnthropicMessages:
 
 class MessageStream:
     """Implements leyden.gateway.dialects.base.Stream."""
+
+    content_type = EVENTS
 
     def keepalive(self) -> bytes:
         # Pings may come before message_start, which has to wait: its usage isn't known yet.

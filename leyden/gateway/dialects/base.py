@@ -97,12 +97,18 @@ class Context:
     headers: Mapping[str, str] = field(default_factory=dict)
     path: str = ""
     """What follows the dialect's prefix, such as `models/NAME:generateContent`."""
+    query: Mapping[str, str] = field(default_factory=dict)
     earlier: Mapping[str, StoredCall] = field(default_factory=dict)
     """The calls named by `Dialect.refers_to` that the attempt has, messages included."""
 
 
+EVENTS = b"text/event-stream; charset=utf-8"
+
+
 class Stream(Protocol):
     """The events of one streamed answer, in order: any number of `keepalive`, then `answer` or `error`."""
+
+    content_type: bytes
 
     def keepalive(self) -> bytes:
         """An event that means nothing to the client."""

@@ -8,7 +8,7 @@ from typing import Any
 import orjson
 
 from leyden.gateway.dialects import fields
-from leyden.gateway.dialects.base import Answer, Choice, Context, Message, ModelRequest, Stream, ToolChoice
+from leyden.gateway.dialects.base import EVENTS, Answer, Choice, Context, Message, ModelRequest, Stream, ToolChoice
 from leyden.gateway.errors import Refused
 
 MAX_CHOICES = 128
@@ -93,6 +93,8 @@ class OpenAIChat:
 
 class ChatStream:
     """Implements leyden.gateway.dialects.base.Stream."""
+
+    content_type = EVENTS
 
     def __init__(self, call_id: str, created: int, request: ModelRequest) -> None:
         self._call_id, self._created, self._request = call_id, created, request

@@ -8,7 +8,7 @@ from typing import Any
 import orjson
 
 from leyden.gateway.dialects import fields
-from leyden.gateway.dialects.base import Answer, Choice, Context, ModelRequest, Stream
+from leyden.gateway.dialects.base import EVENTS, Answer, Choice, Context, ModelRequest, Stream
 from leyden.gateway.dialects.openai_chat import OpenAIChat, common, error_body, usage
 from leyden.gateway.errors import Refused
 
@@ -52,6 +52,8 @@ class OpenAICompletions(OpenAIChat):
 
 class CompletionStream:
     """Implements leyden.gateway.dialects.base.Stream."""
+
+    content_type = EVENTS
 
     def __init__(self, call_id: str, created: int, request: ModelRequest) -> None:
         self._head = _head(call_id, created, request.model)

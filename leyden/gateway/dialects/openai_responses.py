@@ -8,7 +8,7 @@ from typing import Any
 import orjson
 
 from leyden.gateway.dialects import fields
-from leyden.gateway.dialects.base import Answer, Context, Message, ModelRequest, Stream, ToolChoice
+from leyden.gateway.dialects.base import EVENTS, Answer, Context, Message, ModelRequest, Stream, ToolChoice
 from leyden.gateway.dialects.openai_chat import OpenAIChat, error_body
 from leyden.gateway.dialects.responses_items import RESPONSE, Conversation, Tools, history, output_items, referred
 from leyden.gateway.errors import Refused
@@ -85,6 +85,8 @@ class OpenAIResponses(OpenAIChat):
 
 class ResponseStream:
     """Implements leyden.gateway.dialects.base.Stream."""
+
+    content_type = EVENTS
 
     def __init__(self, call_id: str, created: int, request: ModelRequest) -> None:
         self._pending = _head(call_id, created, request) | {"status": "in_progress", "output": []}

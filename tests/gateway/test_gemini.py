@@ -1,0 +1,178 @@
+"""Gemini's generateContent over HTTP: what is answered and what is recorded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import orjson
+import pytest
+
+from leyden.gateway.dialects.base import Context
+from leyden.gateway.dialects.gemini import Gemini
+from leyden.schema import CallRecord
+from tests.gateway.conftest import MakeWorld, World
+from tests.gateway.scripted_engine import Reply
+
+BASE = "/gemini/v1beta/models/gemini-3-pro"
+ASK: Any = {"contents": [{"role": "user", "parts": [{"text": "What is 1+1?"}]}]}
+DECLARED: Any = {"name": "add", "description": "Adds.", "parametersJsonSchema": {"type": "object", "properties": {}}}
+TOOLS: Any = [{"functionDeclarations": [DECLARED]}]
+ONE = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": "é"}}\n</tool_call>'
+
+
+async def post(world: World, key: str, method: str, body: Any) -> tuple[int, bytes, str]:
+    async with world.http.post(f"{world.url}{BASE}:{method}", json=body, headers={"x-goog-api-key": key}) as got:
+        return got.status, await got.read(), got.headers["content-type"]
+
+
+async def recorded(world: World, rollout_id: str) -> list[CallRecord]:
+    return (await world.admin.trajectory(rollout_id, content=True)).calls
+
+
+def bare(answer: dict[str, Any]) -> list[dict[str, Any]]:
+    """The parts without what differs from call to call."""
+    parts = answer["candidates"][0]["content"]["parts"]
+    calls = [{"functionCall": {**p["functionCall"], "id": None}} for p in parts if "functionCall" in p]
+    return [*[p for p in parts if "functionCall" not in p], *calls]
+
+
+@pytest.mark.parametrize(
+    ("said", "kinds"),
+    [
+        ("two 你🌍", ["text"]),
+        (ONE, ["functionCall"]),
+        (f"<think>a</think>b {ONE}{ONE}", ["thought", "text", "functionCall", "functionCall"]),
+        ("", ["text"]),
+    ],
+)
+async def test_json_and_both_streams_say_the_same(world: World, said: str, kinds: list[str]) -> None:
+    claim = await world.claim()
+    world.engine.say(said, said, said)
+    body = {**ASK, "tools": TOOLS}
+    _, plain, _ = await post(world, claim.agent_key, "generateContent", body)
+    _, events, kind = await post(world, claim.agent_key, "streamGenerateContent?alt=sse", body)
+    _, array, array_kind = await post(world, claim.agent_key, "streamGenerateContent", body)
+    assert kind.startswith("text/event-stream") and array_kind == "application/json"
+    answers = [orjson.loads(plain), orjson.loads(events.removeprefix(b"data: ")), *orjson.loads(array)]
+    assert len(answers) == 3 and bare(answers[0]) == bare(answers[1]) == bare(answers[2])
+    parts = answers[0]["candidates"][0]["content"]["parts"]
+    shown = ["functionCall" if "functionCall" in p else "thought" if p.get("thought") else "text" for p in parts]
+    assert shown == kinds and answers[0]["candidates"][0]["finishReason"] == "STOP"
+    calls = await recorded(world, claim.rollout.rollout_id)
+    assert len(calls) == 3 and all(c.dialect == "gemini" and c.delivered for c in calls)
+    usage = answers[0]["usageMetadata"]
+    assert usage["promptTokenCount"] == len(calls[0].prompt_ids) // 4
+    assert usage["candidatesTokenCount"] == len(calls[0].response_ids) // 4
+
+
+async def test_a_tool_conversation_is_continued_token_for_token(world: World) -> None:
+    claim = await world.claim()
+    world.engine.say(f"<think>a</think>Both. {ONE}\n{ONE}", "done")
+    body = {**ASK, "tools": TOOLS, "systemInstruction": {"parts": [{"text": "S"}]}}
+    _, answer, _ = await post(world, claim.agent_key, "generateContent", body)
+    content = orjson.loads(answer)["candidates"][0]["content"]
+    kept = [p for p in content["parts"] if not p.get("thought")]
+    results = [
+        {"functionResponse": {"name": "add", "id": p["functionCall"]["id"], "response": {"output": 2}}}
+        for p in kept
+        if "functionCall" in p
+    ]
+    history = [*ASK["contents"], {**content, "parts": kept}, {"role": "user", "parts": results}]
+    status, _, _ = await post(world, claim.agent_key, "generateContent", {**body, "contents": history})
+    one, two = await recorded(world, claim.rollout.rollout_id)
+    assert status == 200 and two.parent == one.call_id and two.request is not None
+    assert [m["role"] for m in two.request["messages"]] == ["system", "user", "assistant", "tool", "tool"]
+
+
+async def test_counting_tokens_is_no_call(world: World) -> None:
+    claim = await world.claim()
+    _, counted, _ = await post(world, claim.agent_key, "countTokens", {"generateContentRequest": ASK})
+    _, direct, _ = await post(world, claim.agent_key, "countTokens", ASK)
+    await post(world, claim.agent_key, "generateContent", ASK)
+    (call,) = await recorded(world, claim.rollout.rollout_id)
+    assert orjson.loads(counted) == orjson.loads(direct) == {"totalTokens": len(call.prompt_ids) // 4}
+
+
+async def test_models_and_errors_have_the_dialects_shape(world: World) -> None:
+    claim = await world.claim()
+    headers = {"x-goog-api-key": claim.agent_key}
+    async with world.http.get(f"{world.url}/gemini/v1beta/models", headers=headers) as got:
+        assert (await got.json())["models"][0]["name"] == "models/tiny"
+    async with world.http.get(f"{world.url}/gemini/v1beta/models/any", headers=headers) as got:
+        assert (await got.json())["name"] == "models/any"
+    status, body, _ = await post(world, "wrong", "generateContent", ASK)
+    assert status == 401 and orjson.loads(body)["error"]["status"] == "UNAUTHENTICATED"
+    status, body, _ = await post(world, claim.agent_key, "embedContent", ASK)
+    assert status == 405 or status == 404
+    long = {"contents": [{"parts": [{"text": "word " * 3000}]}]}
+    status, body, _ = await post(world, claim.agent_key, "generateContent", long)
+    assert (
+        status == 400
+        and "exceeds the maximum number of tokens allowed (2048)" in orjson.loads(body)["error"]["message"]
+    )
+
+
+async def test_signs_of_life_come_before_the_answer(world_maker: MakeWorld) -> None:
+    async with world_maker(keepalive_seconds=0.05) as world:
+        claim = await world.claim()
+        world.engine.say(Reply("cut", delay=0.3, finish_reason="length", close=False), Reply("x", delay=0.3))
+        _, events, _ = await post(world, claim.agent_key, "streamGenerateContent?alt=sse", ASK)
+        told = [orjson.loads(e.removeprefix("data: ")) for e in events.decode().strip().split("\n\n")]
+        assert len(told) > 2 and all("finishReason" not in e["candidates"][0] for e in told[:-1])
+        assert told[-1]["candidates"][0]["finishReason"] == "MAX_TOKENS"
+        _, array, _ = await post(world, claim.agent_key, "streamGenerateContent", ASK)
+        assert array.startswith(b"\n") and len(orjson.loads(array)) == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"contents": []}, "contents"),
+        ({"contents": [5]}, "contents[0]"),
+        ({"contents": [{"role": "robot", "parts": []}]}, "contents[0]"),
+        ({"contents": [{"parts": [{"videoMetadata": {}}]}]}, "contents[0].parts[0]"),
+        ({"contents": [{"parts": [3]}]}, "contents[0].parts[0]"),
+        ({"systemInstruction": {"parts": [{"inlineData": {}}]}}, "systemInstruction"),
+        ({"tools": [{"googleSearch": {}}]}, "tools[0].googleSearch"),
+        ({"tools": [{"functionDeclarations": [{}]}]}, "tools[0].functionDeclarations[0]"),
+        ({"toolConfig": {"functionCallingConfig": {"mode": "SOME"}}}, "toolConfig"),
+        ({"cachedContent": "c"}, "cachedContent"),
+        ({"generationConfig": {"maxOutputTokens": 0}}, "maxOutputTokens"),
+        ({"generationConfig": {"responseMimeType": "text/x.enum"}}, "responseMimeType"),
+    ],
+)
+async def test_what_would_change_the_meaning_is_refused_by_name(
+    world: World, change: dict[str, Any], named: str
+) -> None:
+    claim = await world.claim()
+    status, body, _ = await post(world, claim.agent_key, "generateContent", {**ASK, **change})
+    assert status == 400 and named in orjson.loads(body)["error"]["message"]
+    assert world.engine.requests == []
+
+
+def test_both_spellings_and_capital_types_are_read() -> None:
+    function = {
+        "name": "f",
+        "parameters": {"type": "OBJECT", "properties": {"a": {"type": "ARRAY", "items": {"type": "STRING"}}}},
+    }
+    body = {
+        **ASK,
+        "system_instruction": {"parts": {"text": "S"}},
+        "tools": [{"function_declarations": [function]}],
+        "tool_config": {"functionCallingConfig": {"mode": "ANY", "allowedFunctionNames": ["f"]}},
+        "generation_config": {"maxOutputTokens": 7, "stopSequences": ["X"], "responseSchema": {"type": "OBJECT"}},
+    }
+    request = Gemini().parse(body, Context(path="models/a/b:generateContent"))
+    assert (request.model, request.messages[0]) == ("a/b", {"role": "system", "content": "S"})
+    assert request.tools is not None and request.tools[0]["function"]["parameters"] == {
+        "type": "object",
+        "properties": {"a": {"type": "array", "items": {"type": "string"}}},
+    }
+    assert (request.tool_choice, request.tool_name, request.max_tokens, request.stop) == ("required", "f", 7, ["X"])
+    assert request.response_format == {"type": "json_schema", "name": "answer", "schema": {"type": "object"}}
+
+
+def test_images_reach_the_internal_form() -> None:
+    parts = [{"inlineData": {"mimeType": "image/png", "data": "AA=="}}, {"text": "?"}]
+    request = Gemini().parse({"contents": [{"parts": parts}]}, Context(path="models/m:generateContent"))
+    assert request.images() == ["data:image/png;base64,AA=="]
