@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from urllib.parse import urlsplit
 
-_OURS = ("LEYDEN_", "AGL_", "OPENAI_", "ANTHROPIC_")
+_OURS = ("LEYDEN_", "AGL_", "OPENAI_", "ANTHROPIC_", "GEMINI_", "GOOGLE_GEMINI_")
 _SECRET = ("_KEY", "_TOKEN", "_SECRET", "_PASSWORD")
 _PROXIES = frozenset({"HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"})
 
@@ -49,6 +49,8 @@ def agent_environment(
         "ANTHROPIC_BASE_URL": f"{gateway_url}/anthropic",
         "ANTHROPIC_API_KEY": key,
         "ANTHROPIC_AUTH_TOKEN": key,
+        "GOOGLE_GEMINI_BASE_URL": f"{gateway_url}/gemini",
+        "GEMINI_API_KEY": key,
         "LEYDEN_ROLLOUT_ID": rollout_id,
         "LEYDEN_ATTEMPT_ID": attempt_id,
         "LEYDEN_EVENT_URL": events,
