@@ -20,8 +20,8 @@ _SHELLS = (
     "exec_command",
     "shell",
     "shell_command",
-    "terminal",
     "exec",
+    "terminal",
     "execute_bash",
     "calculate",
     "add",
@@ -31,12 +31,16 @@ SUBMIT = "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
 
 
 class PlayedModel:
-    """Serves the completions API on a free port of loopback. `seen` counts calls."""
+    """Serves the completions API on a free port of loopback.
+
+    `seen` counts calls; `answered` counts those whose prompt ends with the right results of turn 2's tool calls.
+    """
 
     def __init__(self, tokenizer: Any, context: int) -> None:
         self._tokenizer = tokenizer
         self.context = context
         self.seen = 0
+        self.answered = 0
         self.endpoint = ""
         self._runner: web.AppRunner | None = None
 
@@ -57,6 +61,7 @@ class PlayedModel:
         body = await request.json()
         self.seen += 1
         prompt = self._tokenizer.decode(body["prompt"], skip_special_tokens=False)
+        self.answered += results_came_back(prompt)
         ids = self._tokenizer.encode(answer(prompt) + END, add_special_tokens=False)[: body.get("max_tokens")]
         whole = ids[-1] == self._tokenizer.convert_tokens_to_ids(END)
         choice = {
@@ -90,6 +95,15 @@ def answer(prompt: str) -> str:
     return "<think>\nThat is all.\n</think>\n\nIt worked: naïve 你🌍.  "
 
 
+def results_came_back(prompt: str) -> bool:
+    """Whether what follows the newest assistant turn is what the tools give for turn 2's two calls."""
+    *_, newest, _ = ["", *prompt.split("<|im_start|>assistant")]
+    results = newest.partition(END)[2]
+    # A shell's results aren't in its commands, so an error that quotes the command doesn't pass for one.
+    echoed = all(re.search(rf"\b{n} (é|\\u00e9)", results) for n in (4, 6))
+    return echoed or all(re.search(rf"^{n}$", results, re.MULTILINE) for n in (4, 6))
+
+
 def _tools(prompt: str) -> dict[str, dict[str, Any]]:
     found = _TOOLS.search(prompt)
     out: dict[str, dict[str, Any]] = {}
@@ -117,9 +131,9 @@ def _value(name: str, schema: dict[str, Any], number: int, command: str | None) 
     if kind == "boolean":
         return False
     if kind == "array":
-        return ["bash", "-lc", command or f"echo {number} é"]
+        return ["bash", "-lc", command or f"echo $(({number} + {number})) é"]
     if kind == "object":
         return {}
     if name in ("command", "cmd", "code"):
-        return command or f"echo {number} é"
+        return command or f"echo $(({number} + {number})) é"
     return f"{number}+{number}" if name == "expression" else f"step {number} é"

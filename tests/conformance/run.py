@@ -57,8 +57,11 @@ class Result:
         return max(0, self.rows - self.harness.rows)
 
 
-def judge(result: Result, trajectory: Trajectory, asked: int) -> None:
-    """Fill `result` with what was recorded; `asked` is how many calls reached the engine."""
+def judge(result: Result, trajectory: Trajectory, asked: int, answered: int) -> None:
+    """Fill `result` with what was recorded.
+
+    `asked` is how many calls reached the engine, `answered` in how many of them it read the results of two tool calls.
+    """
     calls = trajectory.calls
     result.calls = len(calls)
     result.kinds.update(str(c.kind) for c in calls)
@@ -74,6 +77,10 @@ def judge(result: Result, trajectory: Trajectory, asked: int) -> None:
     own = result.kinds["main"] + result.kinds["subagent"]
     if result.error is None and own < result.harness.calls:
         result.error = f"made {own} calls of its own where {result.harness.calls} were expected"
+    elif result.error is None and not answered:
+        result.error = "the results of its two parallel tool calls didn't come back"
+    elif result.error is None and result.rows < result.harness.rows:
+        result.error = f"made {result.rows} rows where {result.harness.rows} were expected"
 
 
 async def run_harness(harness: Harness, gateway: str, admin: LeydenClient, engine: PlayedModel, keep: Path) -> Result:
@@ -89,12 +96,13 @@ async def run_harness(harness: Harness, gateway: str, admin: LeydenClient, engin
     place = Place(gateway, claim.agent_key, here / "home", here / "work", folder)
     for path in (place.home, place.work):
         path.mkdir(parents=True)
-    before, started = engine.seen, time.monotonic()
+    seen, answered, started = engine.seen, engine.answered, time.monotonic()
     result.error = await _execute(harness, place, here / "output.log")
     result.seconds = time.monotonic() - started
     ended = RolloutPatch(status=StatusPatch(state=RolloutState.SUCCEEDED))
     await admin.patch(rollout.rollout_id, ended)
-    judge(result, await admin.trajectory(rollout.rollout_id), engine.seen - before)
+    trajectory = await admin.trajectory(rollout.rollout_id)
+    judge(result, trajectory, engine.seen - seen, engine.answered - answered)
     return result
 
 
