@@ -64,12 +64,17 @@ class PlayedModel:
         self.answered += results_came_back(prompt)
         ids = self._tokenizer.encode(answer(prompt) + END, add_special_tokens=False)[: body.get("max_tokens")]
         whole = ids[-1] == self._tokenizer.convert_tokens_to_ids(END)
+        # Log-probs of the distribution at the temperature asked for, which is what the gateway's probe looks for.
+        top = {"a": -0.25, "b": -0.25 - 2 / (body.get("temperature") or 1)}
         choice = {
             "index": 0,
             "text": "",
             "finish_reason": "stop" if whole else "length",
             "token_ids": ids,
-            "logprobs": {"token_logprobs": [-0.25 - i / 1000 for i in range(len(ids))]},
+            "logprobs": {
+                "token_logprobs": [-0.25 - i / 1000 for i in range(len(ids))],
+                "top_logprobs": [top] * len(ids),
+            },
             "token_versions": [self.seen % 3] * len(ids),
         }
         usage = {"prompt_tokens": len(body["prompt"]), "completion_tokens": len(ids)}
@@ -98,7 +103,7 @@ def answer(prompt: str) -> str:
 def results_came_back(prompt: str) -> bool:
     """Whether what follows the newest assistant turn is what the tools give for turn 2's two calls."""
     *_, newest, _ = ["", *prompt.split("<|im_start|>assistant")]
-    results = newest.partition(END)[2]
+    results = newest.partition(END)[2].replace(END, "\n")
     # A shell's results aren't in its commands, so an error that quotes the command doesn't pass for one.
     echoed = all(re.search(rf"\b{n} (é|\\u00e9)", results) for n in (4, 6))
     return echoed or all(re.search(rf"^{n}$", results, re.MULTILINE) for n in (4, 6))
