@@ -289,6 +289,8 @@ async def test_an_agents_environment_is_as_documented(
         "ANTHROPIC_BASE_URL": f"{gateway.url}/anthropic",
         "ANTHROPIC_API_KEY": key,
         "ANTHROPIC_AUTH_TOKEN": key,
+        "GOOGLE_GEMINI_BASE_URL": f"{gateway.url}/gemini",
+        "GEMINI_API_KEY": key,
         "LEYDEN_ROLLOUT_ID": rollout_id,
         "LEYDEN_ATTEMPT_ID": "0",
         "LEYDEN_EVENT_URL": events,
@@ -300,7 +302,7 @@ async def test_an_agents_environment_is_as_documented(
         "TASK": "a 'b'\n\"c\" {x}!",
         "OPENAI_API_BASE": "mine",
     }
-    prefixes = ("LEYDEN_", "AGL_", "OPENAI_", "ANTHROPIC_")
+    prefixes = ("LEYDEN_", "AGL_", "OPENAI_", "ANTHROPIC_", "GOOGLE_", "GEMINI_")
     assert {k: v for k, v in env.items() if k.startswith(prefixes) or k == "TASK"} == told
     assert env["HARMLESS"] == "kept"
     assert "leak" not in env.values() and ADMIN_KEY not in env.values()
