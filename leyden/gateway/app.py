@@ -61,6 +61,7 @@ class _Server(uvicorn.Server):
                 http="httptools",
                 ws="none",
                 lifespan="off",
+                proxy_headers=False,
                 access_log=False,
                 log_level="warning",
                 server_header=False,

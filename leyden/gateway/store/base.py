@@ -82,9 +82,9 @@ class Store:
     def close(self) -> None:
         self.db.close()
 
-    async def _write(self, work: Work[T | Late]) -> T:
+    async def _write(self, work: Work[T | Late], *, quick: bool = False) -> T:
         """Run a write; one that came too late was counted durably and is refused."""
-        result = await self.db.write(work)
+        result = await self.db.write(work, quick=quick)
         if isinstance(result, Late):
             raise Conflict(result.message)
         return result
@@ -179,10 +179,10 @@ class Store:
 
     async def commit_calls(self, batch: Sequence[CallCommit]) -> Recorded:
         """Store the sibling calls of one request, undelivered."""
-        return await self._write(lambda db: calls.commit(db, batch))
+        return await self._write(lambda db: calls.commit(db, batch), quick=True)
 
     async def mark_delivered(self, rollout_id: str, attempt_id: str, call_ids: Sequence[str]) -> None:
-        await self._write(lambda db: calls.mark_delivered(db, rollout_id, attempt_id, call_ids))
+        await self._write(lambda db: calls.mark_delivered(db, rollout_id, attempt_id, call_ids), quick=True)
 
     async def abandon(self, call_ids: Sequence[str]) -> None:
         await self._write(lambda db: calls.abandon(db, call_ids))

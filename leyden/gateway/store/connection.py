@@ -74,8 +74,10 @@ class Database(Protocol):
     shared: bool
     """Whether other gateways may use it at the same time."""
 
-    async def write(self, work: Work[T]) -> T:
+    async def write(self, work: Work[T], *, quick: bool = False) -> T:
         """Run `work` in a transaction of its own, durably. When it raises, nothing that it did is kept.
+
+        `quick` says that it is a matter of microseconds.
 
         Raises:
             StoreUnavailable: the database can't write, or writes come faster than it takes them.

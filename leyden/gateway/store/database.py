@@ -1,8 +1,12 @@
-"""One SQLite file in WAL mode: a writer thread with group commit, and reader threads that never block it.
+"""One SQLite file in WAL mode: one writer with group commit, and reader threads that never block it.
 
-Writes queue up; the writer takes all that are waiting into one transaction, each in its own savepoint, and answers them
-after the commit has reached the disk (`synchronous=FULL`). So an answered write survives a kill or a power cut, and the
-cost of a sync is shared by all who wait for it.
+Writes queue up; all that are waiting go into one transaction, each in its own savepoint, and are answered after the
+commit has reached the disk (`synchronous=FULL`). So an answered write survives a kill or a power cut, and the cost of a
+sync is shared by all who wait for it.
+
+Transactions run in the writer's thread. One of quick writes only (a few rows) has its statements run on the event loop
+and only its commit in the thread: each statement hands over the interpreter's lock, and beside a busy event loop a
+dozen of those take longer than the statements themselves.
 """
 
 from __future__ import annotations
@@ -10,12 +14,13 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import os
-import queue
 import sqlite3
 import threading
 import time
+from collections import deque
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -31,13 +36,16 @@ MAX_QUEUED_WRITES = 20_000
 MAX_GROUP = 256
 """Writes per transaction. More would lengthen the wait of the first without saving many syncs."""
 
+BUSY_SECONDS = 30
+"""How long a write waits for another process that holds the file's lock, such as a person with a shell."""
+
 _NO_SPACE = {sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN}
 
 
 @dataclass(slots=True)
 class _Write:
     work: Work[Any]
-    loop: asyncio.AbstractEventLoop
+    quick: bool
     future: asyncio.Future[Any]
     result: Any = None
     error: BaseException | None = None
@@ -81,28 +89,32 @@ class SqliteDatabase:
             _migrate(self._writer, path)
         except sqlite3.Error as e:
             raise PreflightError(f"can't open the store {path}: {e}; is the disk full or the file damaged?") from e
-        self._queue: queue.Queue[_Write | None] = queue.Queue(MAX_QUEUED_WRITES)
+        self._pending: deque[_Write] = deque()
+        self._using = threading.Lock()
+        """Held by whoever uses the writer's connection, from the first statement of a group to its commit."""
         self._closed = False
-        self._thread = threading.Thread(target=self._run, name="leyden-store-writer", daemon=True)
-        self._thread.start()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="leyden-store-writer")
         self._readers = ThreadPoolExecutor(readers, thread_name_prefix="leyden-store-reader")
 
-    async def write(self, work: Work[T]) -> T:
+    async def write(self, work: Work[T], *, quick: bool = False) -> T:
         """Run `work` in the writer, durably. When it raises, nothing that it did is kept.
+
+        `quick` says that it is a matter of microseconds.
 
         Raises:
             StoreUnavailable: the disk is full or failing, or writes come faster than the disk takes them.
         """
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[T] = loop.create_future()
         if self._closed:
             raise StoreUnavailable("the gateway is shutting down and takes no more writes", status=503)
-        try:
-            self._queue.put_nowait(_Write(work, loop, future))
-        except queue.Full:
+        if len(self._pending) >= MAX_QUEUED_WRITES:
             raise StoreUnavailable(
                 f"the store is {MAX_QUEUED_WRITES} writes behind and can't take another; try again later", status=503
-            ) from None
+            )
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[T] = loop.create_future()
+        self._pending.append(_Write(work, quick, future))
+        if len(self._pending) == 1:
+            loop.call_soon(self._start, loop)
         # A caller that goes away must not undo what others may already rely on: the write goes on.
         return await asyncio.shield(future)
 
@@ -123,8 +135,12 @@ class SqliteDatabase:
         if self._closed:
             return
         self._closed = True
-        self._queue.put(None)
-        self._thread.join(timeout=30)
+        if self._using.acquire(timeout=BUSY_SECONDS):
+            group = list(self._pending)
+            self._pending.clear()
+            self._commit(group)
+            self._using.release()
+        self._thread.shutdown(wait=True)
         self._readers.shutdown(wait=True)
         for connection in self._reader_connections:
             connection.close()
@@ -144,67 +160,105 @@ class SqliteDatabase:
         finally:
             connection.execute("COMMIT")
 
-    def _run(self) -> None:
-        closing = False
-        while not closing:
-            first = self._queue.get()
-            if first is None:
-                return
-            group = [first]
-            while len(group) < MAX_GROUP:
-                try:
-                    item = self._queue.get_nowait()
-                except queue.Empty:
-                    break
-                if item is None:
-                    closing = True
-                    break
-                group.append(item)
-            self._commit(group)
-            _answer(group)
+    def _start(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Begin a group of what is waiting, unless one is under way: its end begins the next."""
+        if not self._pending or not self._using.acquire(blocking=False):
+            return
+        group = [self._pending.popleft() for _ in range(min(len(self._pending), MAX_GROUP))]
+        begun = all(item.quick for item in group) and self._begin(wait=False)
+        if begun:
+            self._run(group)
+
+        def finish() -> None:
+            if begun:
+                self._end(group)
+            else:
+                self._commit(group)
+            self._using.release()
+            with suppress(RuntimeError):  # The loop is closed: nobody waits any more.
+                loop.call_soon_threadsafe(self._finished, loop, group)
+
+        try:
+            self._thread.submit(finish)
+        except RuntimeError:  # Closed meanwhile.
+            finish()
+
+    def _finished(self, loop: asyncio.AbstractEventLoop, group: list[_Write]) -> None:
+        _answer(group)
+        self._start(loop)
 
     def _commit(self, group: list[_Write]) -> None:
-        db = self._writer
+        """A whole transaction."""
         try:
-            db.execute("BEGIN IMMEDIATE")
-            for item in group:
-                db.execute("SAVEPOINT one")
-                try:
-                    item.result = item.work(db)
-                except BaseException as e:
-                    item.error = _explain(e, self.path)
-                    if not db.in_transaction:  # SQLite gave up the whole transaction, as it may when the disk is full.
+            self._begin(wait=True)
+        except sqlite3.Error as e:
+            _fail(group, _explain(e, self.path))
+            return
+        self._run(group)
+        self._end(group)
+
+    def _begin(self, *, wait: bool) -> bool:
+        """Begin a transaction; False when another process holds the lock and `wait` is False."""
+        deadline = time.monotonic() + BUSY_SECONDS
+        while True:
+            try:
+                self._writer.execute("BEGIN IMMEDIATE")
+                return True
+            except sqlite3.OperationalError as e:
+                if (e.sqlite_errorcode & 0xFF) != sqlite3.SQLITE_BUSY or (wait and time.monotonic() > deadline):
+                    if wait:
                         raise
-                    db.execute("ROLLBACK TO one")
+                    return False
+                if not wait:
+                    return False
+                time.sleep(0.01)
+
+    def _run(self, group: list[_Write]) -> None:
+        """Run the writes of a group. Those that raise are undone alone."""
+        db = self._writer
+        for item in group:
+            if not db.in_transaction:
+                return  # SQLite gave up the whole transaction, as it may when the disk is full; `_end` tells.
+            try:
+                db.execute("SAVEPOINT one")
+                item.result = item.work(db)
                 db.execute("RELEASE one")
+            except BaseException as e:
+                item.error = _explain(e, self.path)
+                if db.in_transaction:
+                    db.execute("ROLLBACK TO one")
+                    db.execute("RELEASE one")
+
+    def _end(self, group: list[_Write]) -> None:
+        """Bring a group to the disk, or undo it whole."""
+        db = self._writer
+        if not db.in_transaction:
+            first = next((item.error for item in group if item.error is not None), None)
+            _fail(group, first or StoreUnavailable(f"the store gave up a transaction on {self.path.name}"))
+            return
+        try:
             db.execute("COMMIT")
         except BaseException as e:
             if db.in_transaction:
                 db.execute("ROLLBACK")
-            error = _explain(e, self.path)
-            for item in group:
-                item.error = item.error or error
+            _fail(group, _explain(e, self.path))
+
+
+def _fail(group: list[_Write], error: BaseException) -> None:
+    for item in group:
+        item.error = item.error or error
 
 
 def _answer(group: list[_Write]) -> None:
-    """Resolve the futures of a group, with one wake-up per event loop."""
-
-    def resolve(items: list[_Write]) -> None:
-        for item in items:
-            if item.future.done():
-                continue
-            if item.error is not None:
-                item.future.set_exception(item.error)
-                item.future.exception()  # Read once, so that an abandoned write isn't reported as never retrieved.
-            else:
-                item.future.set_result(item.result)
-
-    loops = {id(item.loop): item.loop for item in group}
-    for key, loop in loops.items():
-        try:
-            loop.call_soon_threadsafe(resolve, [i for i in group if id(i.loop) == key])
-        except RuntimeError:  # The loop is closed: nobody waits any more.
+    """Resolve the futures of a group."""
+    for item in group:
+        if item.future.done():
             continue
+        if item.error is not None:
+            item.future.set_exception(item.error)
+            item.future.exception()  # Read once, so that an abandoned write isn't reported as never retrieved.
+        else:
+            item.future.set_result(item.result)
 
 
 def _explain(error: BaseException, path: Path) -> BaseException:
@@ -219,7 +273,7 @@ def _explain(error: BaseException, path: Path) -> BaseException:
 
 def _connect(path: Path) -> SqliteConnection:
     connection = sqlite3.connect(
-        path, factory=SqliteConnection, isolation_level=None, check_same_thread=False, timeout=30
+        path, factory=SqliteConnection, isolation_level=None, check_same_thread=False, timeout=0
     )
     connection.row_factory = sqlite3.Row
     connection.execute("PRAGMA journal_mode = WAL")

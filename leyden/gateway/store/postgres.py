@@ -153,7 +153,7 @@ class PostgresDatabase:
             thread.start()
         self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="leyden-store-reader")
 
-    async def write(self, work: Work[T]) -> T:
+    async def write(self, work: Work[T], *, quick: bool = False) -> T:
         loop = asyncio.get_running_loop()
         future: asyncio.Future[T] = loop.create_future()
         if self._closed:
