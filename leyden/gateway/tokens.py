@@ -22,7 +22,7 @@ LONG_TEXT = 1000
 """Characters from which a text is remembered. Encoding takes a microsecond for four of them."""
 SHORT_TEXT, SHORT_TEXTS = 32, 4096
 """Texts up to this length are remembered, so many of them: the markers that renderers and parsers encode every time."""
-MEMORY_BYTES = 64 * 2**20
+MEMORY_BYTES = 16 * 2**20
 
 
 class IdsCache:

@@ -278,7 +278,7 @@ def _connect(path: Path) -> SqliteConnection:
     connection.row_factory = sqlite3.Row
     connection.execute("PRAGMA journal_mode = WAL")
     connection.execute("PRAGMA synchronous = FULL")
-    connection.execute("PRAGMA cache_size = -16000")
+    connection.execute("PRAGMA cache_size = -4000")
     return connection
 
 
