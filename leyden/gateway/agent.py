@@ -29,6 +29,7 @@ from leyden.gateway.service import Gateway
 log = logging.getLogger("leyden.gateway")
 
 MAX_BODY = 64 * 1024 * 1024
+TOO_DEEP = "the request body is nested too deeply"
 _LARGE = 256_000
 """Bytes of JSON above which decoding leaves the event loop."""
 _ROUTE = re.compile(
@@ -113,6 +114,9 @@ class AgentApp:
         except Refused as e:
             await send_json(send, e.status, dialect.error(e))
         except Exception as e:
+            if _too_deep(e):
+                await send_json(send, 400, dialect.error(Refused(TOO_DEEP)))
+                return
             log.exception("%s %s failed inside the gateway", method, path)
             fault = Refused(f"the gateway failed on this request: {type(e).__name__}", status=500)
             await send_json(send, 500, dialect.error(fault))
@@ -170,6 +174,9 @@ class AgentApp:
             await delivery.fail(closed_error(live))
         except Exception as e:
             live.drop(call)
+            if _too_deep(e):
+                await delivery.fail(Refused(TOO_DEEP))
+                return
             log.exception("call %s of rollout %s failed inside the gateway", call.call_id, live.info.rollout_id)
             await delivery.fail(Refused(f"the gateway failed on this call: {type(e).__name__}", status=500))
         else:
@@ -177,6 +184,11 @@ class AgentApp:
                 await gateway.delivered(live, call)
             else:
                 live.drop(call)
+
+
+def _too_deep(error: Exception) -> bool:
+    """Whether a value was nested deeper than can be worked on. Found where it happens: a look first costs each call."""
+    return isinstance(error, RecursionError) or (isinstance(error, TypeError) and "Recursion limit" in str(error))
 
 
 def _headers(raw: list[tuple[bytes, bytes]]) -> dict[str, str]:

@@ -49,7 +49,7 @@ class AnthropicMessages:
         for i, value in enumerate(given):
             messages += _message(value, f"messages[{i}]")
         choice = fields.mapping(body, "tool_choice")
-        kind = choice.get("type", "auto")
+        kind = fields.word(choice.get("type", "auto"))
         if kind not in _CHOICES:
             raise Refused(f"tool_choice.type must be one of {', '.join(_CHOICES)}", param="tool_choice")
         return ModelRequest(
@@ -290,7 +290,7 @@ def _assistant(blocks: list[dict[str, Any]], where: str) -> Message:
             reasoning.append(block["thinking"])
         elif kind == "tool_use" and isinstance(block.get("name"), str):
             function = {"name": block["name"], "arguments": fields.arguments_text(block.get("input"))}
-            calls.append({"id": block.get("id"), "type": "function", "function": function})
+            calls.append({"id": fields.word(block.get("id")), "type": "function", "function": function})
         elif kind != "redacted_thinking":
             raise _unreadable(kind, f"{where}.content[{i}]")
     message: Message = {"role": "assistant", "content": "".join(text)}

@@ -26,6 +26,11 @@ def text(body: dict[str, Any], name: str, default: str) -> str:
     return value
 
 
+def word(value: Any) -> str:
+    """A value that is looked up among known words: itself when it is a string, else "", which is none of them."""
+    return value if isinstance(value, str) else ""
+
+
 def flag(body: dict[str, Any], name: str) -> bool:
     """A boolean field; absent and null are False."""
     value = body.get(name)

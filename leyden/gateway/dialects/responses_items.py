@@ -38,7 +38,7 @@ class Tools:
     """Tools that take one text instead of JSON."""
 
     def add(self, value: Any, where: str, namespace: str | None = None) -> None:
-        kind = value.get("type") if isinstance(value, dict) else None
+        kind = fields.word(value.get("type")) if isinstance(value, dict) else ""
         if kind == "namespace" and namespace is None:
             own = _name(value, where)
             for i, inner in enumerate(fields.listing(value, "tools")):
@@ -154,7 +154,7 @@ class Conversation:
         elif kind == "additional_tools":
             for i, value in enumerate(fields.listing(item, "tools")):
                 self._tools.add(value, f"{where}.tools[{i}]")
-        elif kind not in _IGNORED_ITEMS:
+        elif fields.word(kind) not in _IGNORED_ITEMS:
             raise Refused(
                 f"{where}: items of type {kind!r} aren't supported here", param=where, code="unsupported_item"
             )
@@ -170,7 +170,7 @@ class Conversation:
         return self._turn
 
     def _message(self, item: dict[str, Any], where: str) -> None:
-        role = _ROLES.get(item.get("role") or "")
+        role = _ROLES.get(fields.word(item.get("role")))
         if role is None:
             raise Refused(f"{where}: role {item.get('role')!r} isn't one of {', '.join(_ROLES)}", param=where)
         content = _content(item.get("content"), f"{where}.content")
@@ -233,7 +233,7 @@ def _reasoning(item: dict[str, Any]) -> str:
 
 
 def _is_text(part: Any) -> bool:
-    return isinstance(part, dict) and part.get("type") in _TEXT_PARTS and isinstance(part.get("text"), str)
+    return isinstance(part, dict) and fields.word(part.get("type")) in _TEXT_PARTS and isinstance(part.get("text"), str)
 
 
 def _content(content: Any, where: str) -> str | list[dict[str, Any]]:

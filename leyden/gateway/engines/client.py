@@ -97,7 +97,7 @@ async def _read(engine: EngineModel, status: int, payload: bytes) -> Any:
         raise Refused(f"the engine answered {status}: {_detail(payload)}", status=shown)
     try:
         return _parse(payload) if len(payload) < _LARGE else await asyncio.to_thread(_parse, payload)
-    except ValueError:
+    except (ValueError, RecursionError):
         raise EngineFailed(f"the engine at {engine.endpoint} gave an answer that isn't JSON") from None
 
 

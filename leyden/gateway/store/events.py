@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 import re
 import time
@@ -34,7 +33,7 @@ def add(
 ) -> Event | Late:
     """Append an event to an open attempt."""
     row = attempt_row(db, rollout_id, attempt_id)
-    body_hash = hashlib.sha256(orjson.dumps([event_type, data], option=orjson.OPT_SORT_KEYS)).digest()
+    body_hash = rollouts.hash_body([event_type, data])
     scope = f"event:{rollout_id}:{attempt_id}:{idempotency_key}"
     if idempotency_key is not None:
         known = rollouts.recall(db, scope, body_hash)

@@ -74,9 +74,7 @@ def rollout_row(db: Connection, rollout_id: str, *, lock: bool = False) -> Row:
 
 def create(db: Connection, items: Sequence[RolloutCreate], idempotency_key: str | None) -> list[Rollout]:
     """Enqueue `items`, once: a known `rollout_id` gives the existing rollout, a known key gives its first answer."""
-    body_hash = hashlib.sha256(
-        orjson.dumps([i.model_dump(mode="json") for i in items], option=orjson.OPT_SORT_KEYS)
-    ).digest()
+    body_hash = hash_body([i.model_dump(mode="json") for i in items])
     if idempotency_key is not None:
         known = recall(db, f"rollouts:{idempotency_key}", body_hash)
         if known is not None:
@@ -114,6 +112,18 @@ def create(db: Connection, items: Sequence[RolloutCreate], idempotency_key: str 
         remember(db, f"rollouts:{idempotency_key}", body_hash, [r.rollout_id for r in out])
     db.notify("queue")
     return out
+
+
+def hash_body(value: Any) -> bytes:
+    """What a repeated request is recognised by.
+
+    Raises:
+        Invalid: the value can't be stored as JSON.
+    """
+    try:
+        return hashlib.sha256(orjson.dumps(value, option=orjson.OPT_SORT_KEYS)).digest()
+    except TypeError as e:
+        raise Invalid(f"the request can't be stored as JSON: {e}") from None
 
 
 def recall(db: Connection, key: str, body_hash: bytes) -> Any:
