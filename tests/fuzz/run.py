@@ -12,6 +12,7 @@ import asyncio
 import json
 import os
 import random
+import re
 import shutil
 import sqlite3
 import subprocess
@@ -231,9 +232,11 @@ class Fuzz:
         text = log.read_text(errors="replace")
         for words in IN_LOG:
             if words in text:
-                at = text.index(words)
-                self.tally.wrong.append(f"the gateway's log says {words!r}: …{text[max(0, at - 200) : at + 1800]}")
-                break
+                self.tally.wrong.append(f"the gateway's log says {words!r} {text.count(words)} times")
+        # The innermost line and the error of each kind of traceback.
+        ends = re.findall(r"Traceback .*?\n((?:  .*\n)+)(\S.*)", text)
+        for where, error in sorted({(where.splitlines()[-2].strip(), error) for where, error in ends if where})[:20]:
+            self.tally.wrong.append(f"in the gateway's log: {error} at {where}")
 
     def _check_store(self) -> None:
         db = sqlite3.connect(self._folder / "store.db")
