@@ -290,7 +290,7 @@ def _assistant(blocks: list[dict[str, Any]], where: str) -> Message:
             reasoning.append(block["thinking"])
         elif kind == "tool_use" and isinstance(block.get("name"), str):
             function = {"name": block["name"], "arguments": fields.arguments_text(block.get("input"))}
-            calls.append({"id": fields.word(block.get("id")), "type": "function", "function": function})
+            calls.append({"id": fields.word(block.get("id")) or None, "type": "function", "function": function})
         elif kind != "redacted_thinking":
             raise _unreadable(kind, f"{where}.content[{i}]")
     message: Message = {"role": "assistant", "content": "".join(text)}

@@ -54,7 +54,7 @@ class Gemini:
             messages += _content(content, f"contents[{i}]")
         tools = _tools(fields.listing(body, "tools"))
         calling = fields.mapping(fields.mapping(body, _name(body, "toolConfig")), "functionCallingConfig")
-        mode = calling.get("mode") or "AUTO"
+        mode = fields.word(calling.get("mode") or "AUTO")
         if mode not in _MODES:
             raise Refused(
                 f"toolConfig.functionCallingConfig.mode must be one of {', '.join(_MODES)}", param="toolConfig"
@@ -301,7 +301,7 @@ def _assistant(parts: list[dict[str, Any]], where: str) -> Message:
         call = _either(part, "functionCall")
         if isinstance(call, dict) and isinstance(call.get("name"), str):
             function = {"name": call["name"], "arguments": fields.arguments_text(call.get("args") or {})}
-            calls.append({"id": call.get("id"), "type": "function", "function": function})
+            calls.append({"id": fields.word(call.get("id")) or None, "type": "function", "function": function})
         elif isinstance(part.get("text"), str):
             (reasoning if part.get("thought") else text).append(part["text"])
         elif set(part) - {"thoughtSignature", "thought_signature", "thought"}:

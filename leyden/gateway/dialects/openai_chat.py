@@ -269,7 +269,7 @@ def _tool_call(value: Any, where: str) -> dict[str, Any]:
         raise Refused(f"{where}: only calls of functions with a name are supported", param=where)
     arguments = fields.arguments_text(function.get("arguments"))
     return {
-        "id": fields.word(value.get("id")),
+        "id": fields.word(value.get("id")) or None,
         "type": "function",
         "function": {"name": function["name"], "arguments": arguments},
     }

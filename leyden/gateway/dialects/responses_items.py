@@ -197,7 +197,7 @@ class Conversation:
             name = inner_name(item["namespace"], name)
         given = {"input": str(item.get("input") or "")} if custom else item.get("arguments")
         function = {"name": name, "arguments": fields.arguments_text(given)}
-        call = {"id": item.get("call_id"), "type": "function", "function": function}
+        call = {"id": fields.word(item.get("call_id")) or None, "type": "function", "function": function}
         self._assistant().setdefault("tool_calls", []).append(call)
 
     def _refer(self, item_id: Any, where: str) -> None:
