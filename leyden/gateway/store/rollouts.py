@@ -74,7 +74,11 @@ def rollout_row(db: Connection, rollout_id: str, *, lock: bool = False) -> Row:
 
 def create(db: Connection, items: Sequence[RolloutCreate], idempotency_key: str | None) -> list[Rollout]:
     """Enqueue `items`, once: a known `rollout_id` gives the existing rollout, a known key gives its first answer."""
-    body_hash = hash_body([i.model_dump(mode="json") for i in items])
+    try:
+        values = [i.model_dump(mode="json") for i in items]
+    except ValueError as e:
+        raise Invalid(f"the request can't be stored as JSON: {e}") from None
+    body_hash = hash_body(values)
     if idempotency_key is not None:
         known = recall(db, f"rollouts:{idempotency_key}", body_hash)
         if known is not None:
