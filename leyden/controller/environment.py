@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from urllib.parse import urlsplit
 
-_OURS = ("LEYDEN_", "AGL_", "OPENAI_", "ANTHROPIC_", "GEMINI_", "GOOGLE_GEMINI_")
+_OURS = ("LEYDEN_", "AGL_", "OPENAI_", "ANTHROPIC_", "GEMINI_", "GOOGLE_GEMINI_", "GOOGLE_GENAI_")
 _SECRET = ("_KEY", "_TOKEN", "_SECRET", "_PASSWORD")
 _PROXIES = frozenset({"HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"})
 

@@ -34,7 +34,7 @@ _LARGE = 256_000
 """Bytes of JSON above which decoding leaves the event loop."""
 _ROUTE = re.compile(
     r"^(?:/proxy/rollout/(?P<rollout>[^/]+)/attempt/(?P<attempt>[^/]+)/mode/(?:train|val))?"
-    r"(?P<prefix>/openai/v1|/anthropic/v1|/gemini/v1beta)/(?P<rest>.*)$"
+    r"/(?P<family>openai(?=/v1/)|anthropic(?=/v1/)|gemini(?=/v1(?:alpha|beta)?/))/\w+/(?P<rest>.*)$"
 )
 _ANY_MODEL = re.compile(r"^models/.+:(?=\w+$)")
 """In paths that name the model before the method."""
@@ -62,16 +62,16 @@ class AgentApp:
         self._gateway = gateway
         chat, messages, gemini = OpenAIChat(), AnthropicMessages(), Gemini()
         self._calls: dict[tuple[str, str], Dialect] = {
-            ("/openai/v1", "chat/completions"): chat,
-            ("/openai/v1", "completions"): OpenAICompletions(),
-            ("/openai/v1", "responses"): OpenAIResponses(),
-            ("/anthropic/v1", "messages"): messages,
-            ("/gemini/v1beta", f"models/*:{GENERATE}"): gemini,
-            ("/gemini/v1beta", f"models/*:{STREAM}"): gemini,
+            ("openai", "chat/completions"): chat,
+            ("openai", "completions"): OpenAICompletions(),
+            ("openai", "responses"): OpenAIResponses(),
+            ("anthropic", "messages"): messages,
+            ("gemini", f"models/*:{GENERATE}"): gemini,
+            ("gemini", f"models/*:{STREAM}"): gemini,
         }
         self._counts: dict[tuple[str, str], AnthropicMessages | Gemini] = {
-            ("/anthropic/v1", "messages/count_tokens"): messages,
-            ("/gemini/v1beta", f"models/*:{COUNT}"): gemini,
+            ("anthropic", "messages/count_tokens"): messages,
+            ("gemini", f"models/*:{COUNT}"): gemini,
         }
         self._families: dict[str, Dialect] = {"openai": chat, "anthropic": messages, "gemini": gemini}
         """The dialects of model lists and of errors about paths."""
@@ -83,7 +83,7 @@ class AgentApp:
             await send_json(send, 200, b"")
             return
         found = _ROUTE.match(path)
-        dialect = self._families.get(found["prefix"].split("/")[1] if found else path.split("/")[1])
+        dialect = self._families.get(found["family"] if found else path.split("/")[1])
         dialect = dialect or self._families["openai"]
         try:
             if found is None:
@@ -96,7 +96,7 @@ class AgentApp:
             rest = unquote(found["rest"]).rstrip("/")
             key = key_from_headers(scope["headers"])
             exchange = _Exchange(headers, key, target, rest, query, receive, send)
-            route = (found["prefix"], _ANY_MODEL.sub(r"models/*:", rest))
+            route = (found["family"], _ANY_MODEL.sub(r"models/*:", rest))
             if route in self._calls:
                 dialect = self._calls[route]
                 _only(method, "POST")

@@ -20,6 +20,7 @@ _SHELLS = (
     "exec_command",
     "shell",
     "shell_command",
+    "run_shell_command",
     "exec",
     "terminal",
     "execute_bash",

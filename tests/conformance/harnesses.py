@@ -35,6 +35,10 @@ class Place:
     def anthropic(self) -> str:
         return f"{self.gateway}/anthropic"
 
+    @property
+    def gemini(self) -> str:
+        return f"{self.gateway}/gemini"
+
 
 @dataclass(frozen=True, slots=True)
 class Start:
@@ -91,6 +95,8 @@ INSTALLS: dict[str, Npm | Python] = {
             "zod@4",
         )
     ),
+    "gemini-cli": Npm(("@google/gemini-cli@0.61.0",), ("gemini", "--version")),
+    "google-genai": Python(("google-genai==3.6.1",), ("python", "-c", "from google import genai")),
     "openhands": Python(
         ("openhands-sdk==1.58.2", "openhands-tools==1.58.2"),
         ("python", "-c", "import openhands.sdk, openhands.tools"),
@@ -112,7 +118,7 @@ def _driver(name: str, *arguments: str) -> Callable[[Place], Start]:
 
     def start(place: Place) -> Start:
         env = {"BASE_URL": place.openai, "ANTHROPIC_BASE": place.anthropic, "KEY": place.key, "TASK": TASK}
-        env |= {"OPENAI_BASE_URL": place.openai, "OPENAI_API_KEY": place.key}
+        env |= {"GEMINI_BASE": place.gemini, "OPENAI_BASE_URL": place.openai, "OPENAI_API_KEY": place.key}
         quiet = {
             "OPENAI_AGENTS_DISABLE_TRACING": "1",
             "LANGSMITH_TRACING": "false",
@@ -207,6 +213,17 @@ def _hermes(place: Place) -> Start:
     return Start(["hermes", "chat", "-Q", "--yolo", "-q", TASK], {"HERMES_HOME": str(home), "HERMES_ACCEPT_HOOKS": "1"})
 
 
+def _gemini_cli(place: Place) -> Start:
+    settings = {
+        "general": {"enableAutoUpdate": False, "enableAutoUpdateNotification": False},
+        "privacy": {"usageStatisticsEnabled": False},
+        "security": {"auth": {"selectedType": "gemini-api-key"}},
+    }
+    _write(place.home / ".gemini" / "settings.json", json.dumps(settings))
+    env = {"GOOGLE_GEMINI_BASE_URL": place.gemini, "GEMINI_API_KEY": place.key, "GEMINI_CLI_TRUST_WORKSPACE": "true"}
+    return Start(["gemini", "--yolo", "-m", MODEL, "-p", TASK], env)
+
+
 HARNESSES: list[Harness] = [
     Harness(name="Claude Code", install="claude-code", start=_claude_code, light=True),
     Harness(name="Codex", install="codex", start=_codex, light=True),
@@ -243,6 +260,9 @@ HARNESSES: list[Harness] = [
     Harness(name="Vercel AI SDK (chat)", install="ai-sdk", start=_driver("ai_sdk.mjs", "chat")),
     Harness(name="Vercel AI SDK (Responses)", install="ai-sdk", start=_driver("ai_sdk.mjs", "responses")),
     Harness(name="Vercel AI SDK (Anthropic)", install="ai-sdk", start=_driver("ai_sdk.mjs", "anthropic")),
+    Harness(name="Gemini CLI", install="gemini-cli", start=_gemini_cli, heavy=True),
+    Harness(name="Google Gen AI SDK", install="google-genai", start=_driver("google_genai.py", "plain")),
+    Harness(name="Google Gen AI SDK (stream)", install="google-genai", start=_driver("google_genai.py", "stream")),
     Harness(name="OpenHands SDK", install="openhands", start=_driver("openhands_sdk.py"), heavy=True),
     Harness(name="OpenClaw", install="openclaw", start=_openclaw, heavy=True),
     Harness(name="Hermes", install="hermes", start=_hermes, heavy=True),

@@ -272,6 +272,7 @@ async def test_an_agents_environment_is_as_documented(
         "AGL_KEY",
         "OPENAI_ORG",
         "ANTHROPIC_MODEL",
+        "GOOGLE_GENAI_USE_VERTEXAI",
         "HF_TOKEN",
         "aws_secret",
         "DB_PASSWORD",

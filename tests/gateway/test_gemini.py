@@ -84,6 +84,32 @@ async def test_a_tool_conversation_is_continued_token_for_token(world: World) ->
     assert [m["role"] for m in two.request["messages"]] == ["system", "user", "assistant", "tool", "tool"]
 
 
+async def test_a_turn_that_comes_back_as_one_content_an_event_is_continued(world_maker: MakeWorld) -> None:
+    async with world_maker(keepalive_seconds=0.05) as world:
+        claim = await world.claim()
+        world.engine.say(Reply(f"<think>a</think>Both. {ONE}", delay=0.2), "done")
+        body = {**ASK, "tools": TOOLS}
+        _, events, _ = await post(world, claim.agent_key, "streamGenerateContent?alt=sse", body)
+        told = [orjson.loads(e.removeprefix("data: ")) for e in events.decode().strip().split("\n\n")]
+        said = [e["candidates"][0]["content"] for e in told]
+        call = said[-1]["parts"][-1]["functionCall"]
+        result = {"functionResponse": {"name": "add", "id": f"add__{call['id']}", "response": {"output": 2}}}
+        history = [*ASK["contents"], *said, {"role": "user", "parts": [result]}]
+        status, _, _ = await post(world, claim.agent_key, "generateContent", {**body, "contents": history})
+        one, two = await recorded(world, claim.rollout.rollout_id)
+        assert len(said) > 2 and status == 200 and two.request is not None
+        assert [m["role"] for m in two.request["messages"]] == ["user", "assistant", "tool"]
+        assert two.parent == one.call_id and two.prompt_ids.startswith(one.prompt_ids + one.response_ids)
+
+
+@pytest.mark.parametrize("version", ["v1", "v1alpha", "v1beta"])
+async def test_all_versions_that_clients_ask_for_are_served(world: World, version: str) -> None:
+    claim = await world.claim()
+    path = f"/gemini/{version}/models/m:generateContent"
+    own = f"/proxy/rollout/{claim.rollout.rollout_id}/attempt/{claim.attempt_id}/mode/train{path}"
+    assert [(await world.chat(claim.agent_key, ASK, p))[0] for p in (path, own)] == [200, 200]
+
+
 async def test_counting_tokens_is_no_call(world: World) -> None:
     claim = await world.claim()
     _, counted, _ = await post(world, claim.agent_key, "countTokens", {"generateContentRequest": ASK})

@@ -51,7 +51,11 @@ class Gemini:
         if not contents:
             raise Refused("contents must be a non-empty list", param="contents")
         for i, content in enumerate(contents):
-            messages += _content(content, f"contents[{i}]")
+            said = _content(content, f"contents[{i}]")
+            if i and said[0]["role"] == messages[-1]["role"] == "assistant":
+                # Clients that streamed a turn send back a content for each of its events.
+                said = [_joined(messages.pop(), said[0])]
+            messages += said
         tools = _tools(fields.listing(body, "tools"))
         calling = fields.mapping(fields.mapping(body, _name(body, "toolConfig")), "functionCallingConfig")
         mode = fields.word(calling.get("mode") or "AUTO")
@@ -311,6 +315,15 @@ def _assistant(parts: list[dict[str, Any]], where: str) -> Message:
         message["reasoning_content"] = "".join(reasoning)
     if calls:
         message["tool_calls"] = calls
+    return message
+
+
+def _joined(first: Message, second: Message) -> Message:
+    message: Message = {"role": "assistant", "content": first["content"] + second["content"]}
+    for name in ("reasoning_content", "tool_calls"):
+        if name in first or name in second:
+            empty: Any = [] if name == "tool_calls" else ""
+            message[name] = first.get(name, empty) + second.get(name, empty)
     return message
 
 
