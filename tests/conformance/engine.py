@@ -137,9 +137,9 @@ def _value(name: str, schema: dict[str, Any], number: int, command: str | None) 
     if kind == "boolean":
         return False
     if kind == "array":
-        return ["bash", "-lc", command or f"echo $(({number} + {number})) é"]
+        return ["bash", "-lc", command or f"expr {number} + {number} | sed 's|$| é|'"]
     if kind == "object":
         return {}
     if name in ("command", "cmd", "code"):
-        return command or f"echo $(({number} + {number})) é"
+        return command or f"expr {number} + {number} | sed 's|$| é|'"
     return f"{number}+{number}" if name == "expression" else f"step {number} é"

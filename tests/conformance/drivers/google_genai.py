@@ -9,7 +9,7 @@ from google.genai import types
 
 def add(a: int, b: int) -> str:
     """Adds two numbers."""
-    return str(a + b)
+    return f"{a + b} é"
 
 
 options = types.HttpOptions(base_url=os.environ["GEMINI_BASE"])
