@@ -3,7 +3,8 @@
 A harness makes calls beside its task: titles for sessions, summaries when its context is full, conversations of
 sub-agents, probes. Nothing in the dialects says which is which, so it is read, in this order, from what harnesses say
 in headers, from the conversation that a call continues, and from the words by which they ask. Words count only where
-a wrong guess is unlikely: a call that has tools, or continues another, is never taken for a title.
+a wrong guess is unlikely: a call that has tools, or continues another, is never taken for a title, and a task about
+summaries isn't one.
 """
 
 from __future__ import annotations
@@ -22,15 +23,21 @@ _SUBAGENT_HEADERS = ("x-claude-code-agent-id", "x-parent-session-id", "x-openai-
 _TITLE = re.compile(
     r"title generator|(?:generat|creat|writ|provid|suggest|com)\w*\s[^.\n]{0,60}\btitle\b[^.\n]{0,60}"
     r"\b(?:conversation|thread|session|chat)\b|\b(?:conversation|thread|session|chat) title\b",
-    re.IGNORECASE,
 )
 _SUMMARY = re.compile(
-    r"\b(?:summar|compact|condens|checkpoint)\w*[^\n]{0,120}\b(?:conversation|context|session|history|handoff|hand-off)\b"
-    r"|\b(?:context|conversation|session) (?:checkpoint|compaction|summary)\b",
-    re.IGNORECASE,
+    r"\b(?:summar|compact|condens|distil|checkpoint)\w*[^\n]{0,120}"
+    r"\b(?:conversation|context|session|history|handoff|hand-off)\b"
+    r"|\b(?:conversation|session) (?:checkpoint|compaction|summary)\b",
 )
+_SUMMARISER = re.compile(
+    r"\bcontext[- ](?:checkpoint|compaction|compression|summar)|\bcontext-aware\b[^\n]{0,20}\bsummary\b"
+    r"|\b(?:summari[sz]ation|summari[sz]ing|condens\w+|compaction) (?:agent|assistant)\b|<state_snapshot>",
+)
+"""What only makers of harnesses say. The other words are also those of tasks about texts."""
+_CARRIED = re.compile(r"\bcontinued from a previous\b|\breference only\b|\bproduced a summary\b")
+"""How the first message after a compaction tells of the summary that it holds."""
 _READ = 4000
-"""Characters of a message that are searched: harnesses say what they want at the start."""
+"""Characters that are searched at each end of a message: harnesses say what they want before or after the material."""
 
 
 def session(headers: Mapping[str, str]) -> str | None:
@@ -45,14 +52,18 @@ def classify(request: ModelRequest, continues: str | None, main_session: str | N
         continues: kind of the call whose conversation this one continues, None for a new conversation.
         main_session: session of the attempt's first main call, where one was sent.
     """
-    compaction = _asks_for(request, _SUMMARY, last=True) or _codex_kind(request.headers) == "compact"
-    if continues is not None:
-        return CallKind.SUMMARY if compaction else CallKind(continues)
-    if request.max_tokens == 1 and not request.tools:
+    system, user = _asking(request)
+    alone = continues is None and not request.tools
+    if alone and request.max_tokens == 1:
         return CallKind.OTHER
-    if compaction and (len(request.messages) > 2 or request.tools or _asks_for(request, _SUMMARY, last=False)):
+    if alone and _says(_TITLE, system):
+        return CallKind.TITLE
+    if _codex_kind(request.headers) == "compact" or _asks_for_summary(request, system, user):
         return CallKind.SUMMARY
-    if not request.tools and (_asks_for(request, _TITLE, last=False) or _asks_for(request, _TITLE, last=True)):
+    if continues is not None:
+        # A conversation goes on after its summary as what it was.
+        return CallKind.MAIN if continues == CallKind.SUMMARY else CallKind(continues)
+    if alone and _says(_TITLE, user):
         return CallKind.TITLE
     own = session(request.headers)
     if any(request.headers.get(name) for name in _SUBAGENT_HEADERS):
@@ -60,20 +71,38 @@ def classify(request: ModelRequest, continues: str | None, main_session: str | N
     return CallKind.SUBAGENT if main_session is not None and own is not None and own != main_session else CallKind.MAIN
 
 
-_HINTS = {_TITLE: ("title",), _SUMMARY: ("summar", "compact", "condens", "checkpoint")}
+_HINTS = {
+    _TITLE: ("title",),
+    _SUMMARY: ("summar", "compact", "condens", "distil", "checkpoint"),
+    _SUMMARISER: ("summar", "compact", "condens", "compress", "checkpoint", "snapshot"),
+}
 """What a text must hold for its pattern to have a chance. Searching for a pattern costs a hundred times as much."""
 
 
-def _asks_for(request: ModelRequest, words: re.Pattern[str], *, last: bool) -> bool:
-    """Whether the system message, or the last of the user's, asks for something in these words."""
-    if last:
-        asking = next((m for m in reversed(request.messages) if m["role"] in ("user", "system")), None)
-    else:
-        asking = next((m for m in request.messages if m["role"] == "system"), None)
-    if asking is None:
-        return False
-    text = _text(asking)[:_READ].lower()
+def _says(words: re.Pattern[str], text: str) -> bool:
     return any(hint in text for hint in _HINTS[words]) and words.search(text) is not None
+
+
+def _asks_for_summary(request: ModelRequest, system: str, user: str) -> bool:
+    """Whether this is the call of a summariser, or a conversation's last message asks for its summary."""
+    if not request.tools and (_says(_SUMMARISER, system) or _says(_SUMMARY, system)):
+        return True
+    goes_on = any(m["role"] == "assistant" for m in request.messages)
+    if not _says(_SUMMARISER, user) and not (goes_on and _says(_SUMMARY, user)):
+        return False
+    return _CARRIED.search(user) is None
+
+
+def _asking(request: ModelRequest) -> tuple[str, str]:
+    """The ends of the first system message, and those of the last message where it is the user's; in lower case."""
+    system = next((m for m in request.messages if m["role"] == "system"), None)
+    last = request.messages[-1] if request.messages else None
+    return _ends(system), _ends(last if last is not None and last["role"] == "user" else None)
+
+
+def _ends(message: Message | None) -> str:
+    text = _text(message) if message is not None else ""
+    return (text if len(text) <= 2 * _READ else f"{text[:_READ]}\n{text[-_READ:]}").lower()
 
 
 def _text(message: Message) -> str:

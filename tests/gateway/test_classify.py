@@ -16,6 +16,10 @@ TOOLS: Any = [{"type": "function", "function": {"name": "bash", "parameters": {"
 TITLE = "You are a title generator. You output ONLY a thread title. Nothing else."
 COMPACT = "Your task is to create a detailed summary of the conversation so far, for the next session."
 
+AIDE = "You are a context summarization agent. You get a conversation and write down its state."
+LONG = "\n".join(f"[Tool result]: {i}" for i in range(1000))
+CARRIED = "This session is continued from a previous one. [CONTEXT COMPACTION, REFERENCE ONLY] The summary: …"
+
 
 def request(*messages: tuple[str, Any], tools: Any = None, headers: Any = None, **more: Any) -> ModelRequest:
     said = [{"role": role, "content": content} for role, content in messages]
@@ -38,6 +42,16 @@ TASK = [("system", "You are an agent."), ("user", "Fix the bug.")]
         (request(*TASK, ("assistant", "x"), ("user", COMPACT), tools=TOOLS), "main", None, "summary"),
         (request(*TASK, ("assistant", "x"), ("user", COMPACT)), None, None, "summary"),
         (request(("user", "Summarise the history of Rome.")), None, None, "main"),
+        (request(TASK[0], ("user", "Condense the chat history."), tools=TOOLS), None, None, "main"),
+        (request(*TASK, ("assistant", "x"), ("tool", COMPACT), tools=TOOLS), "main", None, "main"),
+        (request(*TASK, ("assistant", "x"), ("user", "Go on."), tools=TOOLS), "summary", None, "main"),
+        (request(("system", AIDE), ("user", LONG)), None, None, "summary"),
+        (request(("system", AIDE), ("user", "a"), ("assistant", "b"), ("user", "c")), "summary", None, "summary"),
+        (request(("user", f"As a summarization agent, write a context checkpoint.\n{LONG}")), None, None, "summary"),
+        (request(("user", f"{LONG}\nNow write a context checkpoint.")), None, None, "summary"),
+        (request(("user", f"{LONG}\nGenerate a title for this session.")), None, None, "title"),
+        (request(("system", TITLE), ("user", "For:"), ("user", "Summarise the history.")), None, None, "title"),
+        (request(("user", CARRIED), ("assistant", "x"), ("user", CARRIED), tools=TOOLS), None, None, "main"),
         (request(*TASK, tools=TOOLS, headers={"x-claude-code-agent-id": "a"}), None, "s", "subagent"),
         (request(*TASK, tools=TOOLS, headers={"x-session-id": "child"}), None, "s", "subagent"),
         (request(*TASK, tools=TOOLS, headers={"x-session-id": "s"}), None, "s", "main"),
