@@ -1,4 +1,4 @@
-"""The admin API as a FastAPI app, with its OpenAPI document at /openapi.json."""
+"""The admin API as a FastAPI app, with its OpenAPI document at /openapi.json for the admin."""
 
 from __future__ import annotations
 
@@ -84,13 +84,17 @@ def _states(given: list[str] | None) -> list[RolloutState] | None:
 
 def build_admin(gateway: Gateway) -> FastAPI:
     """The app for `gateway`."""
-    app = FastAPI(title="Leyden gateway", version="0.1.0", docs_url=None, redoc_url=None)
+    app = FastAPI(title="Leyden gateway", version="0.1.0", docs_url=None, redoc_url=None, openapi_url=None)
     app.state.gateway = gateway
     app.exception_handler(Refused)(_on_refused)
     app.exception_handler(RequestValidationError)(_on_invalid)
     app.exception_handler(HTTPException)(_on_http)
     app.exception_handler(Exception)(_on_fault)
     only_admin = [Depends(_admin)]
+
+    @app.get("/openapi.json", dependencies=only_admin, include_in_schema=False)
+    async def document() -> dict[str, Any]:
+        return app.openapi()
 
     @app.get("/healthz")
     async def healthz() -> Response:

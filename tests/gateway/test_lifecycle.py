@@ -250,7 +250,7 @@ async def test_pages_and_listings(world: World) -> None:
         assert [r["rollout_id"] for r in await answer.json()] == made
     async with world.http.get(f"{world.url}/api/rollouts?state_in=lost", headers=headers) as answer:
         assert answer.status == 422 and "state_in" in (await answer.json())["detail"]
-    async with world.http.get(f"{world.url}/openapi.json") as answer:
+    async with world.http.get(f"{world.url}/openapi.json", headers=headers) as answer:
         assert "/api/claims" in (await answer.json())["paths"]
 
 
