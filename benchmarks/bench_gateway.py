@@ -3,8 +3,8 @@
 The workload is that of group-based training: rollouts in groups of 8 that share a prompt of about 500 tokens, 8 calls a
 rollout, 100 sampled tokens an answer, calls in a closed loop over 1, 64 and 512 keep-alive connections. Leyden renders
 and tokenises the prompts, checks every answer and has it on disk (SQLite, synchronous=FULL) before it is sent; the peer
-passes messages on and keeps everything in memory. Phases of both alternate; figures are medians. CPU is that of the
-gateway's process, all threads; "added" latency is over the engine asked directly.
+passes messages on and keeps everything in memory. Each phase has fresh processes, both alternate, figures are medians.
+CPU is that of the gateway's process, all threads; "added" latency is over the engine asked directly.
 
 Then Leyden alone: what one more turn costs in conversations that reach 4k and 32k tokens in 100 turns, memory over
 10,000 calls of ended rollouts, and 1,000 streams held open at once.
@@ -98,21 +98,22 @@ async def side_by_side(folder: Path, model: Path, repeats: int) -> dict[str, flo
     first = 0
     async with AsyncExitStack() as stack:
         endpoint = await stack.enter_async_context(fake_engine(SAMPLED))
-        ours = await stack.enter_async_context(leyden(folder, model))
-        theirs = await stack.enter_async_context(peer(folder))
-        for server in (ours, theirs):
-            await server.engine(endpoint)
-            await phase(server, 8, 256, first := first + 1000)  # Not measured: code and caches warm up.
         base = await direct(endpoint, 500)
-        for _ in range(repeats):
+        for repeat in range(repeats):
             for connections in CONNECTIONS:
-                for server, calls in (
-                    (ours, 400 if connections == 1 else 4096),
-                    (theirs, 200 if connections == 1 else 1024),
-                ):
-                    measured = await phase(server, connections, calls, first := first + 1000)
-                    figures.setdefault((server.name, connections), []).append(measured)
-        memory = await phase(ours, 64, 10_000, first := first + 2000)
+                # Fresh processes, and each goes first in turn: what one phase leaves behind doesn't slow the next.
+                starts = [lambda: leyden(folder, model), lambda: peer(folder)]
+                for start in starts if repeat % 2 == 0 else starts[::-1]:
+                    async with start() as server:
+                        await server.engine(endpoint)
+                        await phase(server, 8, 256, first := first + 1000)  # Not measured: it warms up.
+                        calls = {"leyden": 4096, "peer": 1024}[server.name] if connections > 1 else 300
+                        measured = await phase(server, connections, calls, first := first + 1000)
+                        figures.setdefault((server.name, connections), []).append(measured)
+        async with leyden(folder, model) as ours:
+            await ours.engine(endpoint)
+            await phase(ours, 64, 10_000, first := first + 2000)  # Caches fill.
+            memory = await phase(ours, 64, 10_000, first := first + 2000)
     middle = {k: {n: statistics.median(f[n] for f in v) for n in v[0]} for k, v in figures.items()}
     print(f"engine alone: p50 {base['p50_ms']:.2f} ms, p99 {base['p99_ms']:.2f} ms")
     for (name, connections), f in sorted(middle.items(), key=lambda item: (item[0][1], item[0][0])):
