@@ -152,7 +152,7 @@ class AgentApp:
         )
         request = dialect.parse(body, context)
         request.headers, request.body = context.headers, body
-        parts = orjson.dumps(dialect.fingerprint_parts(body, context), option=orjson.OPT_SORT_KEYS)
+        parts = orjson.dumps(dialect.fingerprint_parts(body, context))
         fingerprint = hashlib.sha256(f"{dialect.name}\n{exchange.key}\n".encode() + parts).digest()
         call = await gateway.begin_call(live, request, dialect.name, fingerprint)
         await self._deliver(live, call, dialect, request, exchange.receive, exchange.send)

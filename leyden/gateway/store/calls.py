@@ -24,7 +24,13 @@ def commit(db: Connection, calls: Sequence[CallCommit]) -> Recorded | Late:
     gateway proposed, or the next free one when another gateway used that meanwhile.
     """
     rollout_id, attempt_id = calls[0].rollout_id, calls[0].attempt_id
-    attempt = attempt_row(db, rollout_id, attempt_id)
+    attempt = db.execute(
+        "SELECT a.phase, a.calls FROM rollouts r JOIN attempts a ON a.rollout_id = r.rollout_id"
+        f" WHERE a.rollout_id = ? AND a.attempt_id = ?{db.FOR_UPDATE}",
+        (rollout_id, attempt_id),
+    ).fetchone()
+    if attempt is None:
+        attempt = attempt_row(db, rollout_id, attempt_id)  # Says what is missing.
     if Phase(attempt["phase"]) is not Phase.AGENT:
         count_late(db, rollout_id, attempt_id)
         return Late(f"{name_attempt(rollout_id, attempt_id)} ended while this call was running; it wasn't recorded")
