@@ -17,7 +17,12 @@ BASE = "/gemini/v1beta/models/gemini-3-pro"
 ASK: Any = {"contents": [{"role": "user", "parts": [{"text": "What is 1+1?"}]}]}
 DECLARED: Any = {"name": "add", "description": "Adds.", "parametersJsonSchema": {"type": "object", "properties": {}}}
 TOOLS: Any = [{"functionDeclarations": [DECLARED]}]
+THREE: Any = [{"functionDeclarations": [{"name": name} for name in ("add", "b", "c")]}]
 ONE = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": "é"}}\n</tool_call>'
+
+
+def called(names: list[str], mode: str = "ANY") -> dict[str, Any]:
+    return {"functionCallingConfig": {"mode": mode, "allowedFunctionNames": names}}
 
 
 async def post(world: World, key: str, method: str, body: Any) -> tuple[int, bytes, str]:
@@ -162,6 +167,10 @@ async def test_signs_of_life_come_before_the_answer(world_maker: MakeWorld) -> N
         ({"tools": [{"googleSearch": {}}]}, "tools[0].googleSearch"),
         ({"tools": [{"functionDeclarations": [{}]}]}, "tools[0].functionDeclarations[0]"),
         ({"toolConfig": {"functionCallingConfig": {"mode": "SOME"}}}, "toolConfig"),
+        ({"tools": [{"functionDeclarations": 5}]}, "tools[0].functionDeclarations"),
+        ({"tools": TOOLS, "toolConfig": called(["nope"])}, "allowedFunctionNames names nope"),
+        ({"tools": THREE, "toolConfig": called(["add", "b"])}, "allowedFunctionNames"),
+        ({"tools": THREE, "toolConfig": called(["add"], "AUTO")}, "allowedFunctionNames"),
         ({"cachedContent": "c"}, "cachedContent"),
         ({"generationConfig": {"maxOutputTokens": 0}}, "maxOutputTokens"),
         ({"generationConfig": {"responseMimeType": "text/x.enum"}}, "responseMimeType"),
@@ -196,6 +205,49 @@ def test_both_spellings_and_capital_types_are_read() -> None:
     }
     assert (request.tool_choice, request.tool_name, request.max_tokens, request.stop) == ("required", "f", 7, ["X"])
     assert request.response_format == {"type": "json_schema", "name": "answer", "schema": {"type": "object"}}
+
+
+@pytest.mark.parametrize(
+    ("mode", "names", "choice"),
+    [
+        ("ANY", [], ("required", None)),
+        ("ANY", ["c", "b", "add"], ("required", None)),
+        ("ANY", ["b"], ("required", "b")),
+        ("NONE", [], ("none", None)),
+        ("VALIDATED", [], ("auto", None)),
+    ],
+)
+def test_modes_of_calling_functions(mode: str, names: list[str], choice: tuple[str, str | None]) -> None:
+    body = {**ASK, "tools": THREE, "toolConfig": called(names, mode)}
+    request = Gemini().parse(body, Context(path="models/m:generateContent"))
+    assert (request.tool_choice, request.tool_name) == choice
+
+
+def test_schemas_are_read_as_json_schema() -> None:
+    own = {
+        "type": "OBJECT",
+        "properties": {
+            "any_of": {"any_of": [{"type": "STRING"}, {"type": "INTEGER"}], "description": "A"},
+            "type": {"type": "ARRAY", "items": {"type": "NUMBER", "nullable": True}, "min_items": "1", "maxItems": 3},
+        },
+        "property_ordering": ["type", "any_of"],
+        "required": ["type"],
+    }
+    config = {"responseMimeType": "application/json", "responseSchema": own}
+    request = Gemini().parse({**ASK, "generationConfig": config}, Context(path="models/m:generateContent"))
+    assert request.response_format is not None and request.response_format["schema"] == {
+        "type": "object",
+        "properties": {
+            "any_of": {"anyOf": [{"type": "string"}, {"type": "integer"}], "description": "A"},
+            "type": {
+                "type": "array",
+                "items": {"anyOf": [{"type": "number"}, {"type": "null"}]},
+                "minItems": 1,
+                "maxItems": 3,
+            },
+        },
+        "required": ["type"],
+    }
 
 
 def test_images_reach_the_internal_form() -> None:

@@ -48,16 +48,15 @@ class AnthropicMessages:
             messages.append({"role": "system", "content": system})
         for i, value in enumerate(given):
             messages += _message(value, f"messages[{i}]")
+        tools = _tools(fields.listing(body, "tools"))
         choice = fields.mapping(body, "tool_choice")
-        kind = fields.word(choice.get("type", "auto"))
-        if kind not in _CHOICES:
-            raise Refused(f"tool_choice.type must be one of {', '.join(_CHOICES)}", param="tool_choice")
+        called, only = _tool_choice(choice, [t["function"]["name"] for t in tools or ()])
         return ModelRequest(
             model=fields.text(body, "model", "default"),
             messages=messages,
-            tools=_tools(fields.listing(body, "tools")),
-            tool_choice=_CHOICES[kind],
-            tool_name=fields.text(choice, "name", "") or None if kind == "tool" else None,
+            tools=tools,
+            tool_choice=called,
+            tool_name=only,
             parallel_tool_calls=not fields.flag(choice, "disable_parallel_tool_use"),
             response_format=_format(body),
             stream=fields.flag(body, "stream"),
@@ -201,6 +200,18 @@ def _error(error: Refused) -> dict[str, Any]:
     if error.overflow is not None:
         message = f"prompt is too long: {error.overflow[0]} tokens > {error.overflow[1]} maximum"
     return {"type": "error", "error": {"type": kind, "message": message}}
+
+
+def _tool_choice(choice: dict[str, Any], names: list[str]) -> tuple[ToolChoice, str | None]:
+    kind = fields.word(choice.get("type") or "auto")
+    if kind not in _CHOICES:
+        raise Refused(f"tool_choice.type must be one of {', '.join(_CHOICES)}", param="tool_choice")
+    if _CHOICES[kind] == "required" and not names:
+        raise Refused(f"tool_choice {kind!r} needs tools", param="tool_choice")
+    only = choice.get("name") if kind == "tool" else None
+    if kind == "tool" and only not in names:
+        raise Refused(f"tool_choice names {only!r}, which isn't among the tools", param="tool_choice")
+    return _CHOICES[kind], only
 
 
 def _format(body: dict[str, Any]) -> dict[str, Any] | None:

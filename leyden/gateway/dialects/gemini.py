@@ -57,19 +57,15 @@ class Gemini:
                 said = [_joined(messages.pop(), said[0])]
             messages += said
         tools = _tools(fields.listing(body, "tools"))
-        calling = fields.mapping(fields.mapping(body, _name(body, "toolConfig")), "functionCallingConfig")
-        mode = fields.word(calling.get("mode") or "AUTO")
-        if mode not in _MODES:
-            raise Refused(
-                f"toolConfig.functionCallingConfig.mode must be one of {', '.join(_MODES)}", param="toolConfig"
-            )
-        allowed = fields.strings(calling, "allowedFunctionNames")
+        choice, only = _tool_choice(
+            fields.mapping(body, _name(body, "toolConfig")), [t["function"]["name"] for t in tools]
+        )
         return ModelRequest(
             model=model or "default",
             messages=messages,
             tools=tools or None,
-            tool_choice=_MODES[mode] if tools else "auto",
-            tool_name=allowed[0] if mode == "ANY" and len(allowed) == 1 else None,
+            tool_choice=choice,
+            tool_name=only,
             response_format=_format(config),
             stream=method == STREAM,
             n=fields.count(config, "candidateCount", 1, MAX_CANDIDATES) or 1,
@@ -199,6 +195,11 @@ def _name(body: dict[str, Any], name: str) -> str:
     return snake if snake in body and name not in body else name
 
 
+def _camel(name: str) -> str:
+    first, *rest = name.split("_")
+    return first + "".join(word.capitalize() for word in rest)
+
+
 def _either(body: dict[str, Any], name: str) -> Any:
     return body.get(_name(body, name))
 
@@ -225,28 +226,64 @@ def _tools(values: list[Any]) -> list[dict[str, Any]]:
         hosted = [k for k, v in value.items() if v is not None and k != _name(value, "functionDeclarations")]
         if hosted:
             raise fields.unsupported(f"{where}.{hosted[0]}", "tools that run on the vendor's side aren't here")
-        for j, function in enumerate(declared if isinstance(declared, list) else []):
+        if not isinstance(declared, list | None):
+            raise Refused(f"{where}.functionDeclarations must be a list", param=where)
+        for j, function in enumerate(declared or ()):
             at = f"{where}.functionDeclarations[{j}]"
             if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
                 raise Refused(f"{at} needs a name", param=at)
             schema = _either(function, "parametersJsonSchema")
-            schema = schema if schema is not None else _lowered(function.get("parameters"))
+            schema = schema if schema is not None else _schema(function.get("parameters"))
             out.append(fields.tool(function["name"], function.get("description"), schema))
     return out
 
 
-def _lowered(schema: Any) -> Any:
-    """A schema with its types as JSON Schema writes them: this dialect has them in capitals."""
-    if isinstance(schema, list):
-        return [_lowered(s) for s in schema]
-    if not isinstance(schema, dict):
-        return schema
-    return {k: v.lower() if k == "type" and isinstance(v, str) else _lowered(v) for k, v in schema.items()}
+def _tool_choice(config: dict[str, Any], names: list[str]) -> tuple[ToolChoice, str | None]:
+    where = "toolConfig.functionCallingConfig"
+    calling = fields.mapping(config, _name(config, "functionCallingConfig"))
+    mode = fields.word(calling.get("mode") or "AUTO")
+    if mode not in _MODES:
+        raise Refused(f"{where}.mode must be one of {', '.join(_MODES)}", param="toolConfig")
+    allowed = set(fields.strings(calling, _name(calling, "allowedFunctionNames")))
+    if not allowed <= set(names):
+        named = ", ".join(sorted(allowed - set(names)))
+        raise Refused(f"{where}.allowedFunctionNames names {named}, which isn't among the tools", param="toolConfig")
+    if not names:
+        return "auto", None
+    if mode == "ANY" and len(allowed) == 1:
+        return "required", allowed.pop()
+    if mode != "NONE" and allowed not in (set(), set(names)):
+        raise fields.unsupported(f"{where}.allowedFunctionNames", "name one function with mode ANY, or send only those")
+    return _MODES[mode], None
+
+
+def _schema(value: Any) -> Any:
+    """A schema of this dialect as JSON Schema: other spellings, types in capitals, numbers as text, `nullable`."""
+    if isinstance(value, list):
+        return [_schema(v) for v in value]
+    if not isinstance(value, dict):
+        return value
+    out: dict[str, Any] = {}
+    for key, given in value.items():
+        word = _camel(key)
+        if word in ("properties", "$defs") and isinstance(given, dict):
+            out[word] = {name: _schema(v) for name, v in given.items()}
+        elif word in ("items", "prefixItems", "anyOf", "additionalProperties"):
+            out[word] = _schema(given)
+        elif word == "type" and isinstance(given, str):
+            out[word] = given.lower()
+        elif word.startswith(("min", "max")) and isinstance(given, str) and given.isdecimal():
+            out[word] = int(given)
+        elif word not in ("nullable", "propertyOrdering"):
+            out[word] = given
+    if value.get("nullable") is True:
+        return {"anyOf": [out, {"type": "null"}]}
+    return out
 
 
 def _format(config: dict[str, Any]) -> dict[str, Any] | None:
     schema = _either(config, "responseJsonSchema")
-    schema = schema if schema is not None else _lowered(_either(config, "responseSchema"))
+    schema = schema if schema is not None else _schema(_either(config, "responseSchema"))
     if isinstance(schema, dict):
         return {"type": "json_schema", "name": "answer", "schema": schema}
     kind = _either(config, "responseMimeType")
