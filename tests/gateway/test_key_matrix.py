@@ -127,7 +127,8 @@ async def test_every_admin_route_with_every_key(world: World) -> None:
 
 async def test_every_agent_route_with_every_key(world: World) -> None:
     app = AgentApp(world.gateway)
-    assert {f"{prefix}/{rest}" for prefix, rest in [*app._calls, *app._counts]} == set(AGENT_ROUTES)
+    families_and_rests = {tuple(path.split("/", 3)[1::2]) for path in AGENT_ROUTES}
+    assert {*app._calls, *app._counts} == families_and_rests
     asking = await everybody(world)
     posts = [("POST", p.replace("*", "m"), body) for p, body in AGENT_ROUTES.items()]
     for method, path, body in [*posts, *(("GET", p, None) for p in MODEL_LISTS)]:
