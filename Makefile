@@ -24,7 +24,7 @@ demo-resume: $(STAMP)
 	@$(BIN)/python examples/calculator/demo.py --seed $(SEED) --resume $(ARGS)
 
 test: $(STAMP)
-	@$(BIN)/python tests/run.py $(ARGS)
+	@$(BIN)/python -m tests.run $(ARGS)
 
 # Real harnesses through the gateway; each is installed once into Leyden's cache. `light` are those that install quickly.
 conformance: $(STAMP)

@@ -29,7 +29,7 @@ import aiohttp
 
 from benchmarks.gateway import servers
 from benchmarks.gateway.servers import Leyden, Peer, cost, fake_engine, leyden, peer, words
-from tests.tokenizers import tokenizer_folder
+from tests.real_tokenizers import tokenizer_folder
 
 PROMPT, SAMPLED, GROUP, CALLS = 500, 100, 8, 8
 CONNECTIONS = (1, 64, 512)

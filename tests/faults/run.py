@@ -180,7 +180,7 @@ async def main(kills: int, clients: int, stores: Sequence[str]) -> list[Result]:
             print(out[-1].line(), flush=True)
         if "postgres" in stores:
             (folder / "postgres").mkdir()
-            with postgres_server(folder / "data") as new_database:
+            with postgres_server() as new_database:
                 url = new_database()
                 out.append(await run_on("postgres", [url, url], model, folder / "postgres", kills, clients))
             print(out[-1].line(), flush=True)

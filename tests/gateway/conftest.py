@@ -117,7 +117,7 @@ MakeWorld = Callable[..., Any]
 @pytest.fixture(scope="session")
 def new_database(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[], str]]:
     """Makes empty databases on a PostgreSQL server of this test process."""
-    with postgres_server(tmp_path_factory.mktemp("postgres"), durable=False) as make:
+    with postgres_server(durable=False) as make:
         yield make
 
 

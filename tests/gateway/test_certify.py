@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from leyden.cli import app
 from leyden.gateway.certify import certify
 from leyden.gateway.renderer import ModelRenderer
-from tests.tokenizers import tokenizer_folder
+from tests.real_tokenizers import tokenizer_folder
 
 
 @pytest.fixture

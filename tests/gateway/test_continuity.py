@@ -13,8 +13,8 @@ import pytest
 from leyden.gateway.canonical import Message, canonical, clean_tools, request_keys
 from leyden.gateway.conversation import Forest, Link, Node, Plan
 from leyden.gateway.renderer import ModelRenderer, Parsed
+from tests.real_tokenizers import tokenizer_folder
 from tests.tiny import make_tiny_model
-from tests.tokenizers import tokenizer_folder
 
 SYSTEM = {"role": "system", "content": "S"}
 USER = {"role": "user", "content": "look twice"}

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from leyden.gateway.canonical import canonical
 from leyden.gateway.renderer import ModelRenderer
 from leyden.gateway.tokens import Codec
-from tests.tokenizers import FAMILIES, tokenizer_folder
+from tests.real_tokenizers import FAMILIES, tokenizer_folder
 
 TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
 PIECES = [
