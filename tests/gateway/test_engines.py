@@ -479,7 +479,9 @@ async def test_an_engine_that_comes_up_later_is_asked_before_its_log_probs_are_t
 ) -> None:
     monkeypatch.setattr("leyden.gateway.engines.probe.AGAIN_SECONDS", 0)
     async with world_maker(engine=False) as world, serving(vllm_like(False)) as (url, asked):
-        world.gateway.engines.set([EngineModel(model="tiny", endpoint=url, kind="vllm")])
+        here = [EngineModel(model="tiny", endpoint=url, kind="vllm")]
+        await world.gateway.store.upsert_models(here)  # As if it had been registered while it was away.
+        world.gateway.engines.set(here)
         assert world.gateway.registered()[0].capability is None
         claim = await world.claim(config=RolloutConfig(sampling=Sampling(temperature=0.5)))
         for seed in range(3):
