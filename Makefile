@@ -7,7 +7,7 @@ SEED ?= 0
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 
-.PHONY: setup demo demo-resume test lint format audit conformance conformance-light conformance-all faults fuzz bench bench-engine bench-gateway clean
+.PHONY: setup demo demo-resume test lint format audit conformance conformance-light conformance-all faults fuzz bench bench-engine bench-gateway bench-controller clean
 
 setup: $(STAMP)
 	@echo "setup: python=$$($(BIN)/python -c 'import platform; print(platform.python_version())') torch=$$($(BIN)/python -c 'import torch; print(torch.__version__)') leyden=$$($(BIN)/python -c 'import importlib.metadata as m; print(m.version("leyden"))')"
@@ -56,13 +56,16 @@ faults: $(STAMP)
 fuzz: $(STAMP)
 	@$(BIN)/python -W ignore -m tests.fuzz.run --seed $(SEED) $(ARGS)
 
-bench: bench-engine bench-gateway
+bench: bench-engine bench-gateway bench-controller
 
 bench-engine: $(STAMP)
 	@$(BIN)/python benchmarks/bench_engine.py $(ARGS)
 
 bench-gateway: $(STAMP)
 	@$(BIN)/python -m benchmarks.bench_gateway $(ARGS)
+
+bench-controller: $(STAMP)
+	@$(BIN)/python -m benchmarks.bench_controller $(ARGS)
 
 clean:
 	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

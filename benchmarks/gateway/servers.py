@@ -103,7 +103,10 @@ class Leyden:
     pid: int
     port: int
     admin: LeydenClient
+    key: str = field(repr=False)
     name: str = "leyden"
+    after: int = 0
+    """Cursor of the ended rollouts that were seen."""
     _open: list[str] = field(default_factory=list)
 
     async def engine(self, endpoint: str) -> None:
@@ -170,12 +173,12 @@ async def leyden(folder: Path, model: Path, *more: str) -> AsyncIterator[Leyden]
         async with process(command, env={**os.environ, "LEYDEN_ADMIN_KEY": key}, stdout=log, stderr=log) as running:
             await _answers(f"http://127.0.0.1:{port}")
             async with LeydenClient(f"http://127.0.0.1:{port}", key) as admin:
-                yield Leyden(running.pid, port, admin)
+                yield Leyden(running.pid, port, admin, key)
 
 
 @asynccontextmanager
 async def peer(folder: Path) -> AsyncIterator[Peer]:
-    python = await asyncio.to_thread(_peer_python)
+    python = await asyncio.to_thread(peer_python)
     port = pick_port("127.0.0.1", 0, "peer")
     command = [str(python), "-m", "agentlightning.server", "host=127.0.0.1", f"port={port}", "key=k"]
     command += ["default_proxy.model_name=policy", f"hydra.run.dir={folder}/peer"]
@@ -186,7 +189,7 @@ async def peer(folder: Path) -> AsyncIterator[Peer]:
                 yield Peer(running.pid, port, session)
 
 
-def _peer_python() -> Path:
+def peer_python() -> Path:
     """The interpreter of a virtual environment that holds the peer; made at the first run."""
     folder = cache_dir() / "peer" / PEER.replace("=", "-")
     python = folder / "bin" / "python"
