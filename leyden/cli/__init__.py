@@ -40,23 +40,35 @@ def explained(command: Callable[P, T]) -> Callable[P, T]:
     return run
 
 
-from leyden.cli import audit, controller, engine, export, gateway, inspect, renderer, rows, train  # noqa: E402
+def _add_all() -> None:
+    from leyden.cli import audit, controller, engine, export, gateway, inspect, renderer, rows, train
 
-app.command("train")(explained(train.train))
-app.command("gateway")(explained(gateway.gateway))
-app.command("controller")(explained(controller.controller))
-app.command("engine")(explained(engine.engine))
-app.command("rollouts")(explained(inspect.rollouts))
-app.command("show")(explained(inspect.show))
-app.command("logs")(explained(inspect.logs))
-app.command("audit")(explained(audit.audit))
-renderers = typer.Typer(help="How a model's conversations become tokens.", no_args_is_help=True)
-renderers.command("check")(explained(renderer.check))
-renderers.callback()(lambda: None)  # With a callback a single command keeps its name.
-app.add_typer(renderers, name="renderer")
-app.command("export")(explained(export.export))
-training_rows = typer.Typer(help="Training rows, made again from the record.", no_args_is_help=True)
-training_rows.command("rebuild")(explained(rows.rebuild))
-training_rows.callback()(lambda: None)
-app.add_typer(training_rows, name="rows")
-app.command("trainer", hidden=True)(explained(train.trainer))
+    app.command("train")(explained(train.train))
+    app.command("gateway")(explained(gateway.gateway))
+    app.command("controller")(explained(controller.controller))
+    app.command("engine")(explained(engine.engine))
+    app.command("rollouts")(explained(inspect.rollouts))
+    app.command("show")(explained(inspect.show))
+    app.command("logs")(explained(inspect.logs))
+    app.command("audit")(explained(audit.audit))
+    renderers = typer.Typer(help="How a model's conversations become tokens.", no_args_is_help=True)
+    renderers.command("check")(explained(renderer.check))
+    renderers.callback()(lambda: None)  # With a callback a single command keeps its name.
+    app.add_typer(renderers, name="renderer")
+    app.command("export")(explained(export.export))
+    training_rows = typer.Typer(help="Training rows, made again from the record.", no_args_is_help=True)
+    training_rows.command("rebuild")(explained(rows.rebuild))
+    training_rows.callback()(lambda: None)
+    app.add_typer(training_rows, name="rows")
+    app.command("trainer", hidden=True)(explained(train.trainer))
+
+
+def _add_gateway() -> None:
+    from leyden.cli import gateway
+
+    app.command("gateway")(explained(gateway.gateway))
+
+
+app.callback()(lambda: None)
+# A gateway that was killed has to be back at once: it doesn't load what the other commands need (0.3 s).
+_add_gateway() if sys.argv[1:2] == ["gateway"] else _add_all()

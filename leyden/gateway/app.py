@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import json
 import logging
 import os
@@ -122,14 +121,6 @@ async def _serving(options: GatewayOptions) -> AsyncIterator[tuple[Gateway, str,
     finally:
         await gateway.close()
         listener.close()
-
-
-def _settle_memory() -> None:
-    """Take what was loaded so far, which stays for good, out of the garbage collector's rounds, and make those rarer:
-    calls leave next to no cycles behind, and each makes hundreds of containers."""
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(20_000, 20, 20)
 
 
 def run_gateway(options: GatewayOptions) -> int:

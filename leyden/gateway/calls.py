@@ -334,7 +334,7 @@ class _Job:
         raw: RawRequest,
         ended: float,
     ) -> CallCommit:
-        base = self.relation.base
+        base, parent = self.relation.base, self.relation.parent
         shared = 0
         if base is not None:
             pairs = zip(base.request_hashes, refs, strict=False)
@@ -355,7 +355,8 @@ class _Job:
             logprobs=sample.logprobs.astype("<f4").tobytes(),
             versions=sample.versions.astype("<i4").tobytes(),
             finish_reason=sample.finish_reason,
-            parent=self.relation.parent.call_id if self.relation.parent else None,
+            parent=parent.call_id if parent else None,
+            arrived=parent.call_id if parent and not parent.delivered else None,
             break_reason=self.relation.break_reason,
             break_index=self.relation.break_index,
             untrainable=sample.untrainable or self.left_out(),

@@ -80,7 +80,10 @@ _HINTS = {
 
 
 def _says(words: re.Pattern[str], text: str) -> bool:
-    return any(hint in text for hint in _HINTS[words]) and words.search(text) is not None
+    for hint in _HINTS[words] if text else ():
+        if hint in text:
+            return words.search(text) is not None
+    return False
 
 
 def _asks_for_summary(request: ModelRequest, system: str, user: str) -> bool:
@@ -113,8 +116,11 @@ def _text(message: Message) -> str:
 def _codex_kind(headers: Mapping[str, str]) -> str | None:
     if headers.get("x-openai-subagent") == "compact":
         return "compact"
+    metadata = headers.get("x-codex-turn-metadata")
+    if metadata is None:
+        return None
     try:
-        said = orjson.loads(headers.get("x-codex-turn-metadata", "null"))
+        said = orjson.loads(metadata)
     except orjson.JSONDecodeError:
         return None
     kind = said.get("request_kind") if isinstance(said, dict) else None

@@ -296,9 +296,15 @@ def _best(nodes: Sequence[Node], echoed: Message) -> Node | None:
 
 def common_prefix(a: Ids, b: Ids) -> int:
     """How many leading ids agree."""
-    size = min(len(a), len(b))
-    different = np.flatnonzero(a[:size] != b[:size])
-    return int(different[0]) if len(different) else size
+    size, start, step = min(len(a), len(b)), 0, 64
+    while start < size:
+        end = min(size, start + step)
+        different = a[start:end] != b[start:end]
+        first = int(different.argmax())
+        if different[first]:
+            return start + first
+        start, step = end, step * 16  # Prompts that differ at all mostly differ early.
+    return size
 
 
 def link(plan: Plan, prompt: Ids, reason: str | None) -> Link:

@@ -8,7 +8,8 @@ their status. Later errors are told inside the body, since the status has been s
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, MutableMapping
+import time
+from collections.abc import Awaitable, Callable, Coroutine, MutableMapping
 from typing import Any
 
 from leyden.gateway.attempts import Call
@@ -18,6 +19,8 @@ from leyden.gateway.errors import Refused
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
+QUICK_SECONDS = 0.25
+"""An answer that is there so soon is delivered without watching the connection meanwhile."""
 PIECE = 64 * 1024
 """Bytes handed over at a time: the transport then makes us wait for slow clients, and a lost one is noticed."""
 
@@ -52,6 +55,8 @@ class Delivery:
         self._keepalive = keepalive
         self._stream = dialect.stream(call.call_id, call.created, request) if request.stream else None
         self._begun = False
+        self._watch: asyncio.Task[None] | None = None
+        """Sees the client leave; made only for answers that take a while."""
 
     async def run(self) -> bool:
         """Deliver. True when the client got an answer, False when it got an error.
@@ -60,19 +65,8 @@ class Delivery:
             ClientGone: it got neither, or not all of it.
             asyncio.CancelledError: the call was cancelled; `fail` can still tell the client why.
         """
-        gone = asyncio.create_task(_disconnected(self._receive))
         try:
-            while True:
-                await asyncio.wait({self._call.task, gone}, timeout=self._keepalive, return_when="FIRST_COMPLETED")
-                if gone.done():
-                    raise ClientGone
-                if self._call.task.done():
-                    break
-                await self._sign_of_life()
-            # A connection that was closed a moment ago is known after one turn of the loop.
-            await asyncio.sleep(0)
-            if gone.done():
-                raise ClientGone
+            await self._wait()
             try:
                 answer = self._call.task.result()
             except Refused as e:
@@ -82,10 +76,51 @@ class Delivery:
                 body = b"".join(self._stream.answer(answer))
             else:
                 body = self._dialect.json_answer(answer, self._request)
-            await self._finish(body, gone)
+            await self._finish(body)
             return True
         finally:
-            gone.cancel()
+            if self._watch is not None:
+                self._watch.cancel()
+
+    async def _wait(self) -> None:
+        """Until the call is done, with signs of life.
+
+        Raises:
+            ClientGone: the client didn't wait so long.
+        """
+        begun = time.monotonic()
+        await asyncio.wait((self._call.task,), timeout=min(QUICK_SECONDS, self._keepalive))
+        while not self._call.task.done():
+            if self._watch is None:
+                self._watch = asyncio.create_task(_disconnected(self._receive))
+            left = self._keepalive - (time.monotonic() - begun)
+            if left <= 0:
+                await self._sign_of_life()
+                begun = time.monotonic()
+                continue
+            await asyncio.wait((self._call.task, self._watch), timeout=left, return_when="FIRST_COMPLETED")
+            if self._watch.done():
+                raise ClientGone
+        # A connection that was closed a moment ago is known after one turn of the loop.
+        await asyncio.sleep(0)
+        if self._is_gone():
+            raise ClientGone
+
+    def _is_gone(self) -> bool:
+        """Whether the client has closed its connection, as far as is known now."""
+        if self._watch is not None:
+            return self._watch.done()
+        # One step of `receive` tells without a task of its own: it ends at once when the connection is closed.
+        receiving = self._receive()
+        if not isinstance(receiving, Coroutine):
+            return False
+        try:
+            receiving.send(None)
+        except StopIteration as e:
+            return e.value["type"] == "http.disconnect"
+        finally:
+            receiving.close()
+        return False
 
     async def fail(self, error: Refused) -> None:
         """Tell the client about an error, with its status if nothing was sent yet."""
@@ -109,9 +144,11 @@ class Delivery:
         body = b"\n" if self._stream is None else self._stream.keepalive()
         await self._send({"type": "http.response.body", "body": body, "more_body": True})
 
-    async def _finish(self, body: bytes, gone: asyncio.Task[None]) -> None:
+    async def _finish(self, body: bytes) -> None:
         if not self._begun:
             await self._begin(len(body) if self._stream is None else None)
+        if len(body) > PIECE and self._watch is None:
+            self._watch = asyncio.create_task(_disconnected(self._receive))
         for start in range(0, len(body), PIECE):
             piece = body[start : start + PIECE]
             more = start + PIECE < len(body)
@@ -120,5 +157,5 @@ class Delivery:
             except OSError as e:
                 raise ClientGone from e
             # Asked at once: after the last piece the server reports the finished exchange as a disconnect.
-            if gone.done():
+            if self._watch is not None and self._watch.done():
                 raise ClientGone

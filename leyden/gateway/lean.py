@@ -28,6 +28,9 @@ def start_lean() -> None:
 
 
 def started() -> None:
-    """What is there by now stays: the collector needn't look at it again."""
+    """What is there by now stays: the collector needn't look at it again. Calls leave next to no cycles and make
+    hundreds of containers each, so it looks seldom: a tenth of a call's CPU at Python's own thresholds."""
+    gc.collect()
     gc.freeze()
+    gc.set_threshold(50_000, 50, 1000)
     gc.enable()

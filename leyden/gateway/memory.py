@@ -37,6 +37,8 @@ class Memory(Generic[T]):
         for known in reversed(self._known):
             if known.tag != tag:
                 continue
+            if not known.values or not values or known.values[0] != values[0]:
+                continue
             same = len(known.values)
             if known.values != values[:same]:
                 pairs = zip(known.values, values, strict=False)

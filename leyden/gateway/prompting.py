@@ -11,7 +11,7 @@ from leyden.gateway.canonical import request_keys
 from leyden.gateway.conversation import Forest, Ids, Request
 from leyden.gateway.dialects.base import ModelRequest
 from leyden.gateway.errors import Invalid
-from leyden.gateway.renderer import ModelRenderer, Prompt
+from leyden.gateway.renderer import ModelRenderer, Prompt, prompt_key
 from leyden.schema import CaptureConfig
 
 HASH_MICROS = 0.004
@@ -55,11 +55,12 @@ async def make_prompt(
     try:
         mode = "render" if capture.mode == "render" else "bridge"
         new = _chars(request.messages[plan.start :] if plan.kind == "extend" and mode == "bridge" else request.messages)
-        if plan.kind != "extend" and renderer.remembers(request.messages, request.tools):
+        key = prompt_key(request.messages, request.tools) if plan.kind != "extend" else None
+        if key is not None and renderer.remembers(key):
             new = 0
         force = renderer.opening(request.tool_name) if request.tool_choice == "required" else None
         prompt = await renderer.run(
-            lambda: renderer.render(plan, request.messages, request.tools, mode=mode, force=force),
+            lambda: renderer.render(plan, request.messages, request.tools, mode=mode, force=force, key=key),
             micros=new * ENCODE_MICROS,
         )
     except BaseException:

@@ -117,9 +117,18 @@ class ModelRenderer:
     # -- messages to tokens --------------------------------------------------------------------------------------------
 
     def render(
-        self, plan: Plan, messages: Sequence[Message], tools: Tools, *, mode: Mode = "bridge", force: Ids | None = None
+        self,
+        plan: Plan,
+        messages: Sequence[Message],
+        tools: Tools,
+        *,
+        mode: Mode = "bridge",
+        force: Ids | None = None,
+        key: bytes | None = None,
     ) -> Prompt:
         """Carry out `plan`: recorded tokens plus new messages when that is possible, else everything anew.
+
+        `key` is the conversation's `prompt_key`, where it is known already.
 
         Raises:
             Invalid: the template can't render these messages.
@@ -133,18 +142,18 @@ class ModelRenderer:
                 if ids is None:
                     reason = BREAK_OPEN_REASONING if self._thought(plan.node) else BREAK_TEMPLATE
         if ids is None:
-            ids = self.full(messages, tools)
+            ids = self.full(messages, tools, key)
         if force is not None:
             ids = np.concatenate([ids, force])
         return Prompt(ids, plan, reason, 0 if force is None else len(force))
 
-    def full(self, messages: Sequence[Message], tools: Tools) -> Ids:
+    def full(self, messages: Sequence[Message], tools: Tools, key: bytes | None = None) -> Ids:
         """The whole conversation as the model's template has it. Remembered: the rollouts of a group begin alike.
 
         Raises:
             Invalid: the template can't render it.
         """
-        key = _prompt_key(messages, tools)
+        key = key or prompt_key(messages, tools)
         known = self._prompts.get(key)
         if known is not None:
             return known
@@ -161,9 +170,9 @@ class ModelRenderer:
         self._prompts.put(key, out, len(key))
         return out
 
-    def remembers(self, messages: Sequence[Message], tools: Tools) -> bool:
-        """Whether `full` has rendered this lately."""
-        return _prompt_key(messages, tools) in self._prompts
+    def remembers(self, key: bytes) -> bool:
+        """Whether `full` has rendered the conversation with this `prompt_key` lately."""
+        return key in self._prompts
 
     def _continued(self, node: Node, new: Sequence[Message], tools: Tools) -> Ids | None:
         """The recorded tokens of `node`, then `new`; None when the renderer can't."""
@@ -304,7 +313,8 @@ class ModelRenderer:
         return [self.codec.decode([int(i)]).encode() for i in ids]
 
 
-def _prompt_key(messages: Sequence[Message], tools: Tools) -> bytes:
+def prompt_key(messages: Sequence[Message], tools: Tools) -> bytes:
+    """What a conversation that is rendered in full is remembered by: all of it, as it was sent."""
     return hashlib.blake2b(orjson.dumps([list(messages), list(tools or ())]), digest_size=16).digest()
 
 

@@ -48,6 +48,8 @@ log = logging.getLogger("leyden.gateway")
 
 MAX_CALLS = 8192
 """Calls held at once. Each costs a connection and its request in memory."""
+COUNT_EVERY = 64
+"""Calls after which those held are counted again: it takes a look at every attempt."""
 FOLLOW_SECONDS = 10.0
 TAKE_OVER_TRIES = 50
 TAKE_OVER_SECONDS = 5.0
@@ -93,6 +95,8 @@ class Gateway:
         self._watching: set[asyncio.Task[None]] = set()
         """Calls whose clients went away, until they are done."""
         self._following = asyncio.Event()
+        self._full = False
+        """Whether `MAX_CALLS` was reached when calls were last counted."""
 
     @classmethod
     async def open(cls, options: GatewayOptions, key: str) -> Gateway:
@@ -129,7 +133,7 @@ class Gateway:
         for live in self.live.all():
             self.live.leave(live.info.rollout_id, live.info.attempt_id, Phase.ENDED)
         await self.probes.close()
-        await self._client.close()
+        self._client.close()
         self.renderer.close()
         await asyncio.to_thread(self.store.close)
 
@@ -237,7 +241,9 @@ class Gateway:
 
     async def _take_engines(self) -> None:
         self.engines.set(await self.store.models())
-        self.probes.keep({m.endpoint for m in self.engines.all()})
+        endpoints = {m.endpoint for m in self.engines.all()}
+        self.probes.keep(endpoints)
+        self._client.keep(endpoints)
 
     def registered(self) -> list[RegisteredEngine]:
         """The engines, with what is known about each."""
@@ -258,6 +264,7 @@ class Gateway:
         await self.store.clear_models()
         self.engines.set([])
         self.probes.keep(())
+        self._client.keep(())
 
     def max_model_len(self) -> int | None:
         engine = self.engines.max_model_len()
@@ -308,7 +315,9 @@ class Gateway:
             if await self._is_left_behind(live, left_behind):
                 self.counters.replayed += 1
                 return left_behind
-        if sum(len(a.calls) for a in self.live.all()) >= MAX_CALLS:
+        if self._full or self.counters.requests % COUNT_EVERY == 0:
+            self._full = sum(len(a.calls) for a in self.live.all()) >= MAX_CALLS
+        if self._full:
             raise Refused(f"the gateway already holds {MAX_CALLS} calls; try again later", status=503)
         call_id = uuid.uuid4().hex
         seq = live.take_seq()
@@ -356,13 +365,15 @@ class Gateway:
         """The client has the whole answer."""
         live.calls.discard(call)
         ids = [c.call_id for c in call.task.result().choices]
-        for call_id in ids:
-            if call_id in live.forest.nodes:
-                live.forest.nodes[call_id].delivered = True
+        nodes = [node for i in ids if (node := live.forest.nodes.get(i)) is not None]
+        for node in nodes:
+            node.delivered = True
         try:
             await self.store.mark_delivered(live.info.rollout_id, live.info.attempt_id, ids)
         except StoreUnavailable as e:
             # A later call that continues this one proves its delivery, and is then marked together with it.
+            for node in nodes:
+                node.delivered = False
             log.error("call %s was delivered but couldn't be marked so: %s", call.call_id, e.message)
 
     def _revive(self, live: LiveAttempt, stored: StoredCall) -> None:

@@ -74,6 +74,7 @@ class Codec:
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
+        self.unk_token_id: int | None = tokenizer.unk_token_id  # Parsers ask for it at every answer.
         self.cache = IdsCache()
         self._short: dict[str, list[int]] = {}
         self._tokens: dict[str, Any] = {}
@@ -129,7 +130,7 @@ class Codec:
 
     def _encode(self, text: str) -> list[int]:
         if self._backend is not None:
-            return self._backend.encode(text, add_special_tokens=False).ids
+            return _fast_ids(self._backend, text)
         return self.tokenizer.encode(text, add_special_tokens=False)
 
 
@@ -143,11 +144,16 @@ def _exact_backend(tokenizer: Any) -> Any | None:
         return None
     for text in (_SAMPLE, f" {_SAMPLE}", ""):
         ids = tokenizer.encode(text, add_special_tokens=False)
-        if backend.encode(text, add_special_tokens=False).ids != ids:
+        if _fast_ids(backend, text) != ids:
             return None
         if backend.decode(ids, skip_special_tokens=False) != tokenizer.decode(ids, skip_special_tokens=False):
             return None
     return backend
+
+
+def _fast_ids(backend: Any, text: str) -> list[int]:
+    # Without saying which characters each token came from: a quarter less work.
+    return backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
 
 def load_tokenizer(folder: Path) -> Any:

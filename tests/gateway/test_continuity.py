@@ -12,7 +12,7 @@ import pytest
 
 from leyden.gateway.canonical import Message, canonical, clean_tools, request_keys
 from leyden.gateway.conversation import Forest, Link, Node, Plan
-from leyden.gateway.renderer import ModelRenderer, Parsed
+from leyden.gateway.renderer import ModelRenderer, Parsed, prompt_key
 from tests.real_tokenizers import tokenizer_folder
 from tests.tiny import make_tiny_model
 
@@ -448,7 +448,7 @@ def test_the_first_prompts_of_a_group_are_rendered_once(model_folder: Path) -> N
     original = model.known.full.render_ids
     model.known.full.render_ids = lambda *a, **k: renders.append(1) or original(*a, **k)
     assert Session(model).call(messages).prompt().tolist() == first.prompt().tolist()
-    assert not renders and model.remembers(messages, TOOLS)
+    assert not renders and model.remembers(prompt_key(messages, TOOLS))
     # Other users' questions share the long system prompt.
     hits = model.codec.cache.hits
     Session(model).call([messages[0], {"role": "user", "content": "another"}])

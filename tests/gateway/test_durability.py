@@ -21,6 +21,7 @@ import pytest
 
 from leyden.client import LeydenClient
 from leyden.errors import GatewayError, PreflightError
+from leyden.gateway.errors import StoreUnavailable
 from leyden.gateway.options import GatewayOptions, admin_key, bind
 from leyden.gateway.store.base import open_store
 from leyden.gateway.store.ddl import MIGRATIONS
@@ -149,12 +150,17 @@ async def test_a_restart_continues_conversations_and_replays_answers(world_maker
         assert (await world.admin.outcome(claim.rollout.rollout_id, "0", done)).status.state is RolloutState.SUCCEEDED
 
 
-async def test_a_continuation_proves_that_an_answer_arrived(world: World) -> None:
+async def test_a_continuation_proves_that_an_answer_arrived(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     claim = await world.claim()
     world.engine.say("first")
-    await world.chat(claim.agent_key, BODY)
-    store = world.gateway.store
-    await store.db.write(lambda db: db.execute("UPDATE calls SET delivered = 0"))
+
+    async def full(*_: Any) -> None:
+        raise StoreUnavailable("the disk is full for a moment")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(world.gateway.store, "mark_delivered", full)
+        await world.chat(claim.agent_key, BODY)
+    assert [c.delivered for c in (await world.admin.trajectory(claim.rollout.rollout_id)).calls] == [False]
     messages = [*BODY["messages"], {"role": "assistant", "content": "first"}, {"role": "user", "content": "y"}]
     await world.chat(claim.agent_key, {"messages": messages})
     assert [c.delivered for c in (await world.admin.trajectory(claim.rollout.rollout_id)).calls] == [True, True]

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Collection
 from typing import Any
 
-import aiohttp
 import orjson
 
 from leyden.gateway.engines.completions import EMBEDDED, SERVER
+from leyden.gateway.engines.http import Broken, HttpClient
 from leyden.gateway.engines.protocol import Adapter, Ask, Said, check
 from leyden.gateway.engines.sglang import SGLANG
 from leyden.gateway.errors import EngineFailed, Refused
 from leyden.schema import EngineModel
 
-MAX_CONNECTIONS = 2048
 _LARGE = 256_000
 """Bytes of JSON above which decoding leaves the event loop."""
 ADAPTERS: dict[str, Adapter] = {"leyden": EMBEDDED, "vllm": SERVER, "openai": SERVER, "sglang": SGLANG}
@@ -33,18 +33,17 @@ class EngineClient:
     """Talks to engines. Environment proxies aren't used; the engine key is sent to engines only."""
 
     def __init__(self, engine_key: str | None) -> None:
-        headers = {"Content-Type": "application/json"}
+        headers = {"content-type": "application/json", "accept": "application/json"}
         if engine_key:
-            headers["Authorization"] = f"Bearer {engine_key}"
-        self._session = aiohttp.ClientSession(
-            headers=headers,
-            trust_env=False,
-            connector=aiohttp.TCPConnector(limit=MAX_CONNECTIONS),
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=10),
-        )
+            headers["authorization"] = f"Bearer {engine_key}"
+        self._http = HttpClient(headers)
 
-    async def close(self) -> None:
-        await self._session.close()
+    def close(self) -> None:
+        self._http.close()
+
+    def keep(self, endpoints: Collection[str]) -> None:
+        """Close what is open to engines other than these."""
+        self._http.keep({e for endpoint in endpoints for e in (_base(endpoint), _base(endpoint).removesuffix("/v1"))})
 
     async def sample(self, engine: EngineModel, ask: Ask, seconds: float) -> Said:
         """Ask for one continuation. Cancelling closes the connection, which tells the engine to stop.
@@ -65,33 +64,31 @@ class EngineClient:
 
     async def post(self, engine: EngineModel, path: str, body: dict[str, Any], seconds: float) -> Any:
         """A JSON exchange; raises what `sample` raises."""
-        base = engine.endpoint.rstrip("/")
+        base = _base(engine.endpoint)
         if engine.kind == "sglang":
             base = base.removesuffix("/v1")
         data = orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
-        started = False
         try:
-            async with asyncio.timeout(seconds):
-                async with self._session.post(base + path, data=data) as answer:
-                    started = True
-                    payload = await answer.read()
-                    status = answer.status
+            status, payload = await self._http.post(base, path, data, seconds)
         except TimeoutError:
             raise EngineTimeout(f"the engine at {engine.endpoint} gave no answer within {seconds:.3g} s") from None
-        except (aiohttp.ClientError, OSError, ValueError) as e:
-            why = str(e) or type(e).__name__
-            if started:
-                raise EngineFailed(
-                    f"the engine at {engine.endpoint} broke off in the middle of its answer: {why}"
-                ) from e
-            raise EngineUnreachable(f"can't reach the engine at {engine.endpoint}: {why}") from e
+        except Broken as e:
+            if e.stage == "within":
+                raise EngineFailed(f"the engine at {engine.endpoint} broke off in the middle of its answer: {e}") from e
+            raise EngineUnreachable(f"can't reach the engine at {engine.endpoint}: {e}") from e
+        except ValueError as e:
+            raise EngineUnreachable(f"can't reach the engine at {engine.endpoint}: {e}") from e
         return await _read(engine, status, payload)
+
+
+def _base(endpoint: str) -> str:
+    return endpoint.rstrip("/")
 
 
 async def _read(engine: EngineModel, status: int, payload: bytes) -> Any:
     if status in (502, 503, 504):
         raise EngineUnreachable(f"the engine at {engine.endpoint} answered {status}: {_detail(payload)}")
-    if status >= 400:
+    if status >= 300:
         # A refusal of the request is the client's to see; anything else is a fault between gateway and engine.
         shown = status if status in (400, 413, 422) else 502
         raise Refused(f"the engine answered {status}: {_detail(payload)}", status=shown)

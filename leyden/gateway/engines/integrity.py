@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import math
 from dataclasses import dataclass
+from types import NoneType
 from typing import Any
 
 import numpy as np
@@ -88,7 +89,7 @@ def read_sample(choice: Any, usage: Any, prompt_ids: npt.NDArray[np.int32], vers
 
 
 def _ids(values: list[int]) -> npt.NDArray[np.int32]:
-    return np.asarray(values, np.int32)
+    return np.array(values, np.int32)
 
 
 def is_ids(value: Any) -> bool:
@@ -131,23 +132,29 @@ def _read_logprobs(field_: dict[str, Any], count: int, faults: _Faults) -> tuple
     if value is None:
         faults.add("missing field: choices[0].logprobs.token_logprobs")
         return nothing, 0
-    if not isinstance(value, list) or not all(
-        x is None or (isinstance(x, int | float) and not isinstance(x, bool)) for x in value
-    ):
+    if not isinstance(value, list) or not (types := set(map(type, value))) <= {float, int, NoneType}:
         faults.add("malformed field: choices[0].logprobs.token_logprobs isn't a list of numbers")
         return nothing, 0
     if len(value) != count:
         faults.add(f"lengths differ: {len(value)} log-probs for {count} token ids")
         return nothing, 0
-    out = np.asarray([math.nan if x is None or not math.isfinite(x) else x for x in value], np.float32)
-    if np.any(out > _ROUNDING):
+    if NoneType in types:
+        value = [math.nan if x is None else x for x in value]
+    # A sum is finite exactly when all of its terms are, as long as they are of the size of log-probs.
+    nans = 0
+    if not math.isfinite(sum(value)):
+        value = [x if math.isfinite(x) else math.nan for x in value]
+        nans = sum(map(math.isnan, value))
+    if value and (max(value) if not nans else max((x for x in value if x == x), default=0.0)) > _ROUNDING:
         faults.add("malformed field: a log-prob above 0 in choices[0].logprobs.token_logprobs")
-    return out, int(np.isnan(out).sum())
+    return np.array(value, np.float32), nans
 
 
 def _read_versions(value: Any, version: int, count: int, faults: _Faults) -> npt.NDArray[np.int32]:
     if value is None:
-        return np.full(count, version, np.int32)
+        versions = np.empty(count, np.int32)
+        versions.fill(version)
+        return versions
     if not is_ids(value):
         faults.add("malformed field: choices[0].token_versions isn't a list of versions")
         return _ids([])

@@ -118,7 +118,6 @@ def start(
         outcome=None,
         error_message=None,
         reward=None,
-        calls=0,
     )
     return attempt_id
 

@@ -68,6 +68,9 @@ class Store:
 
     def __init__(self, database: Database) -> None:
         self.db = database
+        self._arrived: list[tuple[str, str, str]] = []
+        """(rollout, attempt, call) of answers that the next write notes."""
+        self._noting: asyncio.Task[None]
 
     @property
     def shared(self) -> bool:
@@ -182,7 +185,16 @@ class Store:
         return await self._write(lambda db: calls.commit(db, batch), quick=True)
 
     async def mark_delivered(self, rollout_id: str, attempt_id: str, call_ids: Sequence[str]) -> None:
-        await self._write(lambda db: calls.mark_delivered(db, rollout_id, attempt_id, call_ids), quick=True)
+        """Note that the client has these answers. Calls are recorded, and answered, in groups: what is noted in one
+        turn of the event loop is one write."""
+        if not self._arrived:
+            self._noting = asyncio.create_task(self._note())  # It begins with the loop's next turn.
+        self._arrived += [(rollout_id, attempt_id, call_id) for call_id in call_ids]
+        await asyncio.shield(self._noting)
+
+    async def _note(self) -> None:
+        arrived, self._arrived = self._arrived, []
+        await self._write(lambda db: calls.mark_delivered(db, arrived), quick=True)
 
     async def abandon(self, call_ids: Sequence[str]) -> None:
         await self._write(lambda db: calls.abandon(db, call_ids))

@@ -15,39 +15,34 @@ from leyden.gateway.store.records import HASH_BYTES, CallCommit, Late, Recorded,
 from leyden.schema import CallRecord, Trajectory
 
 _ID_BYTES = 4
+_AT_ONCE = 256
+"""Calls that one statement marks."""
 
 
 def commit(db: Connection, calls: Sequence[CallCommit]) -> Recorded | Late:
     """Store the sibling calls of one request, if their attempt is still in its agent phase.
 
-    A call that continues another proves that the other's answer arrived: it is marked delivered. `seq` is what the
-    gateway proposed, or the next free one when another gateway used that meanwhile.
+    `seq` is what the gateway proposed, or the next free one when another gateway used that meanwhile.
     """
     rollout_id, attempt_id = calls[0].rollout_id, calls[0].attempt_id
-    attempt = db.execute(
-        "SELECT a.phase, a.calls FROM rollouts r JOIN attempts a ON a.rollout_id = r.rollout_id"
-        f" WHERE a.rollout_id = ? AND a.attempt_id = ?{db.FOR_UPDATE}",
-        (rollout_id, attempt_id),
-    ).fetchone()
-    if attempt is None:
-        attempt = attempt_row(db, rollout_id, attempt_id)  # Says what is missing.
-    if Phase(attempt["phase"]) is not Phase.AGENT:
+    where, this = "WHERE rollout_id = ? AND attempt_id = ?", (rollout_id, attempt_id)
+    counted = db.execute(
+        f"UPDATE attempts SET calls = calls + ? {where} AND phase = ? RETURNING calls", (len(calls), *this, Phase.AGENT)
+    ).fetchall()
+    if not counted:
+        attempt_row(db, rollout_id, attempt_id)  # Says so when it is gone.
         count_late(db, rollout_id, attempt_id)
         return Late(f"{name_attempt(rollout_id, attempt_id)} ended while this call was running; it wasn't recorded")
-    seq = calls[0].seq
-    where, this = "WHERE rollout_id = ? AND attempt_id = ?", (rollout_id, attempt_id)
-    if db.execute(f"SELECT 1 FROM calls {where} AND seq = ? LIMIT 1", (*this, seq)).fetchone():
+    seq, last = calls[0].seq, counted[0][0]
+    if db.shared and db.execute(f"SELECT 1 FROM calls {where} AND seq = ? LIMIT 1", (*this, seq)).fetchone():
         seq = db.execute(f"SELECT max(seq) + 1 FROM calls {where}", this).fetchone()[0]
-    first = attempt["calls"] + 1
+    first = last - len(calls) + 1
     _store_messages(db, rollout_id, calls)
     for ordinal, call in enumerate(calls, start=first):
-        _insert(db, call, seq, ordinal)
-    base = calls[0].parent
-    if base is not None:
-        mark_delivered(db, rollout_id, attempt_id, [base])
-    db.execute(f"UPDATE attempts SET calls = calls + ? {where}", (len(calls), *this))
-    db.execute("UPDATE rollouts SET calls = calls + ? WHERE rollout_id = ?", (len(calls), rollout_id))
-    return Recorded(seq, first, first + len(calls) - 1)
+        db.execute(_INSERT, _values(call, seq, ordinal, db.origin))
+    if calls[0].arrived is not None:
+        mark_delivered(db, [(rollout_id, attempt_id, calls[0].arrived)])
+    return Recorded(seq, first, last)
 
 
 def _store_messages(db: Connection, rollout_id: str, calls: Sequence[CallCommit]) -> None:
@@ -72,51 +67,85 @@ def _store_messages(db: Connection, rollout_id: str, calls: Sequence[CallCommit]
     )
 
 
-def _insert(db: Connection, call: CallCommit, seq: int, ordinal: int) -> None:
-    row = {name: getattr(call, name) for name in CallCommit.__slots__ if name != "raw"}
-    row |= {
-        "seq": seq,
-        "ordinal": ordinal,
-        "requested": orjson.dumps(call.requested).decode(),
-        "effective": orjson.dumps(call.effective).decode(),
-        "response": orjson.dumps(call.response).decode() if call.response is not None else None,
-        "request_suffix": b"".join(r.hash for r in call.request_suffix),
-        "tools": call.tools.hash if call.tools else None,
-        "images": orjson.dumps(call.images).decode() if call.images else None,
-        "kind": str(call.kind),
-        "gateway": db.origin,
-        "delivered": 0,
-    }
-    if call.raw is not None:
-        row |= {
-            "raw_head": call.raw.head.hash,
-            "raw_fields": call.raw.fields,
-            "raw_base": call.raw.base,
-            "raw_base_len": call.raw.base_len,
-            "raw_suffix": call.raw.hashes()[call.raw.base_len * HASH_BYTES :],
-        }
-    db.execute(f"INSERT INTO calls ({', '.join(row)}) VALUES ({', '.join('?' * len(row))})", tuple(row.values()))
-    db.execute(
-        "INSERT INTO events (rollout_id, attempt_id, event_type, timestamp, call_id)"
-        " VALUES (?, ?, 'model_request', ?, ?)",
-        (call.rollout_id, call.attempt_id, call.ended_at, call.call_id),
+_COLUMNS = (
+    "call_id rollout_id attempt_id seq ordinal dialect base base_len prompt_suffix response_ids logprobs versions"
+    " finish_reason parent break_reason break_index untrainable kind images routed_experts routed_format requested"
+    " effective started_at ended_at engine model request_base request_base_len request_suffix tools response"
+    " fingerprint gateway raw_head raw_fields raw_base raw_base_len raw_suffix delivered"
+).split()
+_INSERT = f"INSERT INTO calls ({', '.join(_COLUMNS)}) VALUES ({', '.join('?' * len(_COLUMNS))})"
+
+
+def _values(call: CallCommit, seq: int, ordinal: int, origin: str) -> tuple[Any, ...]:
+    """A row of `calls`, in the order of `_COLUMNS`."""
+    raw = call.raw
+    return (
+        call.call_id,
+        call.rollout_id,
+        call.attempt_id,
+        seq,
+        ordinal,
+        call.dialect,
+        call.base,
+        call.base_len,
+        call.prompt_suffix,
+        call.response_ids,
+        call.logprobs,
+        call.versions,
+        call.finish_reason,
+        call.parent,
+        call.break_reason,
+        call.break_index,
+        call.untrainable,
+        str(call.kind),
+        orjson.dumps(call.images).decode() if call.images else None,
+        call.routed_experts,
+        call.routed_format,
+        orjson.dumps(call.requested).decode(),
+        orjson.dumps(call.effective).decode(),
+        call.started_at,
+        call.ended_at,
+        call.engine,
+        call.model,
+        call.request_base,
+        call.request_base_len,
+        b"".join([r.hash for r in call.request_suffix]),
+        call.tools.hash if call.tools else None,
+        orjson.dumps(call.response).decode() if call.response is not None else None,
+        call.fingerprint,
+        origin,
+        raw.head.hash if raw else None,
+        raw.fields if raw else None,
+        raw.base if raw else None,
+        raw.base_len if raw else 0,
+        raw.hashes()[raw.base_len * HASH_BYTES :] if raw else None,
+        0,
     )
 
 
-def mark_delivered(db: Connection, rollout_id: str, attempt_id: str, call_ids: Sequence[str]) -> None:
-    """Note that the client has these answers. A closed attempt stays as it is: what a trainer reads doesn't change."""
-    changed = 0
-    for call_id in call_ids:
-        changed += db.execute(
-            "UPDATE calls SET delivered = 1 WHERE call_id = ? AND delivered = 0 AND rollout_id = ? AND EXISTS"
-            " (SELECT 1 FROM attempts a WHERE a.rollout_id = ? AND a.attempt_id = ? AND a.ended_at IS NULL)",
-            (call_id, rollout_id, rollout_id, attempt_id),
-        ).rowcount
-    if changed:
-        db.execute(
-            "UPDATE attempts SET delivered = delivered + ? WHERE rollout_id = ? AND attempt_id = ?",
-            (changed, rollout_id, attempt_id),
-        )
+def mark_delivered(db: Connection, arrived: Sequence[tuple[str, str, str]]) -> None:
+    """Note that clients have these answers, given as (rollout, attempt, call).
+
+    A closed attempt stays as it is: what a trainer reads doesn't change.
+    """
+    counts: dict[tuple[str, str], int] = {}
+    for start in range(0, len(arrived), _AT_ONCE):
+        ids = [call_id for _, _, call_id in arrived[start : start + _AT_ONCE]]
+        # Lengths are powers of two, so that there are few different statements.
+        ids += ids[-1:] * ((1 << (len(ids) - 1).bit_length()) - len(ids))
+        changed = db.execute(
+            f"UPDATE calls SET delivered = 1 WHERE call_id IN ({', '.join('?' * len(ids))})"
+            " AND delivered = 0 AND EXISTS"
+            " (SELECT 1 FROM attempts a WHERE a.rollout_id = calls.rollout_id AND a.attempt_id = calls.attempt_id"
+            " AND a.ended_at IS NULL) RETURNING rollout_id, attempt_id",
+            ids,
+        ).fetchall()
+        for rollout_id, attempt_id in changed:
+            counts[rollout_id, attempt_id] = counts.get((rollout_id, attempt_id), 0) + 1
+    db.executemany(
+        "UPDATE attempts SET delivered = delivered + ? WHERE rollout_id = ? AND attempt_id = ?",
+        [(count, *whose) for whose, count in sorted(counts.items())],
+    )
 
 
 def of_attempt(db: Connection, rollout_id: str, attempt_id: str, *, content: bool, after: int = 0) -> list[StoredCall]:

@@ -41,6 +41,11 @@ class Connection(Protocol):
         """The gateway whose connection this is."""
         ...
 
+    @property
+    def shared(self) -> bool:
+        """Whether other gateways may use the database at the same time."""
+        ...
+
     def is_alive(self, origin: str) -> bool:
         """Whether that gateway still runs, as far as the database can tell."""
         ...

@@ -36,6 +36,9 @@ MAX_QUEUED_WRITES = 20_000
 MAX_GROUP = 256
 """Writes per transaction. More would lengthen the wait of the first without saving many syncs."""
 
+BUSY_GROUP, GATHER_SECONDS = 4, 0.008
+"""After a group of so many writes the next waits a moment for company: a commit costs the CPU of five calls."""
+
 BUSY_SECONDS = 30
 """How long a write waits for another process that holds the file's lock, such as a person with a shell."""
 
@@ -57,6 +60,7 @@ class SqliteConnection(sqlite3.Connection):
     FOR_UPDATE = ""
     SKIP_LOCKED = ""
     origin = ""
+    shared = False
 
     def is_alive(self, origin: str) -> bool:
         return True
@@ -93,6 +97,7 @@ class SqliteDatabase:
         self._using = threading.Lock()
         """Held by whoever uses the writer's connection, from the first statement of a group to its commit."""
         self._closed = False
+        self._gathering = False
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="leyden-store-writer")
         self._readers = ThreadPoolExecutor(readers, thread_name_prefix="leyden-store-reader")
 
@@ -162,7 +167,7 @@ class SqliteDatabase:
 
     def _start(self, loop: asyncio.AbstractEventLoop) -> None:
         """Begin a group of what is waiting, unless one is under way: its end begins the next."""
-        if not self._pending or not self._using.acquire(blocking=False):
+        if self._gathering or not self._pending or not self._using.acquire(blocking=False):
             return
         group = [self._pending.popleft() for _ in range(min(len(self._pending), MAX_GROUP))]
         begun = all(item.quick for item in group) and self._begin(wait=False)
@@ -185,6 +190,14 @@ class SqliteDatabase:
 
     def _finished(self, loop: asyncio.AbstractEventLoop, group: list[_Write]) -> None:
         _answer(group)
+        if len(group) < BUSY_GROUP:
+            self._start(loop)
+            return
+        self._gathering = True
+        loop.call_later(GATHER_SECONDS, self._gathered, loop)
+
+    def _gathered(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._gathering = False
         self._start(loop)
 
     def _commit(self, group: list[_Write]) -> None:
@@ -214,8 +227,18 @@ class SqliteDatabase:
                 time.sleep(0.01)
 
     def _run(self, group: list[_Write]) -> None:
-        """Run the writes of a group. Those that raise are undone alone."""
+        """Run the writes of a group. Those that raise are undone alone: only then each gets a savepoint of its own."""
         db = self._writer
+        try:
+            for item in group:
+                item.result = item.work(db)
+            return
+        except BaseException as e:
+            if not db.in_transaction:
+                group[0].error = _explain(e, self.path)
+                return  # SQLite gave up the whole transaction, as it may when the disk is full; `_end` tells.
+            db.execute("ROLLBACK")
+            self._begin(wait=True)
         for item in group:
             if not db.in_transaction:
                 return  # SQLite gave up the whole transaction, as it may when the disk is full; `_end` tells.

@@ -152,4 +152,8 @@ MIGRATIONS: list[str] = [
     ALTER TABLE calls ADD COLUMN gateway TEXT;
     ALTER TABLE calls ADD COLUMN abandoned INTEGER NOT NULL DEFAULT 0;
     """,
+    # Model calls among the events are read from `calls`, and a rollout's count of calls is its last attempt's.
+    """
+    DELETE FROM events WHERE call_id IS NOT NULL;
+    """,
 ]

@@ -18,6 +18,8 @@ from leyden.gateway.store.connection import Connection
 from leyden.gateway.store.records import Late, StoredCall
 from leyden.schema import Event, RewardData
 
+MODEL_REQUEST = "model_request"
+"""Type of the events that are the attempt's calls."""
 _CALL_ID = re.compile(r"[0-9a-f]{32}(?:-\d+)?$")
 """What remains of an answer's id without the prefix that its dialect puts before it."""
 
@@ -95,29 +97,18 @@ def of_last_attempt(db: Connection, rollout_id: str, event_type: str | None, *, 
         f"SELECT * FROM events WHERE rollout_id = ? AND attempt_id = ? {where} ORDER BY seq",
         (rollout_id, attempt_id, *values),
     ).fetchall()
-    recorded: dict[str, StoredCall] = {}
-    if any(row["call_id"] is not None for row in rows):
-        recorded = {c.call_id: c for c in calls.of_attempt(db, rollout_id, attempt_id, content=not triplet)}
-    out = []
-    for row in rows:
-        if row["call_id"] is None:
-            data = orjson.loads(row["data"])
-        elif triplet:
-            call = recorded[row["call_id"]]
-            if not call.delivered or call.untrainable is not None:
-                continue
-            data = _triplet(call)
-        else:
-            data = _model_request(recorded[row["call_id"]])
-        out.append(
-            {
-                "event_type": row["event_type"],
-                "rollout_id": rollout_id,
-                "attempt_id": attempt_id,
-                "timestamp": row["timestamp"],
-                "data": data,
-            }
-        )
+    found = [(row["timestamp"], row["event_type"], orjson.loads(row["data"])) for row in rows]
+    if event_type in (None, MODEL_REQUEST):
+        recorded = calls.of_attempt(db, rollout_id, attempt_id, content=not triplet)
+        for call in sorted(recorded, key=lambda c: c.ordinal):
+            if not triplet:
+                found.append((call.ended_at, MODEL_REQUEST, _model_request(call)))
+            elif call.delivered and call.untrainable is None:
+                found.append((call.ended_at, MODEL_REQUEST, _triplet(call)))
+    out = [
+        {"event_type": kind, "rollout_id": rollout_id, "attempt_id": attempt_id, "timestamp": at, "data": data}
+        for at, kind, data in sorted(found, key=lambda item: item[0])
+    ]
     return orjson.dumps(out, option=orjson.OPT_SERIALIZE_NUMPY)
 
 

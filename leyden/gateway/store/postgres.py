@@ -93,6 +93,7 @@ class _Transaction:
 
     FOR_UPDATE = " FOR UPDATE"
     SKIP_LOCKED = " FOR UPDATE SKIP LOCKED"
+    shared = True
 
     def __init__(self, connection: psycopg.Connection[Any], origin: str) -> None:
         self._cursor = connection.cursor

@@ -55,6 +55,8 @@ class CallCommit:
     tools: MessageRef | None
     response: dict[str, Any] | None
     fingerprint: bytes
+    arrived: str | None = None
+    """The call that this one continues, where that only now proves that its answer arrived."""
     raw: RawRequest | None = None
     """What the client sent, without headers."""
     kind: str = CallKind.MAIN

@@ -33,8 +33,9 @@ def end_abandoned(db: Connection, before: float) -> list[Ended]:
     silent = db.execute(
         f"{attempts.OPEN} AND a.lease_expires_at IS NULL AND r.state = ? AND r.updated_at < ? AND NOT EXISTS"
         " (SELECT 1 FROM events e WHERE e.rollout_id = a.rollout_id AND e.attempt_id = a.attempt_id"
-        f" AND e.timestamp >= ?) ORDER BY r.updated_at LIMIT ?{db.SKIP_LOCKED}",
-        (RolloutState.RUNNING, before, before, AT_ONCE),
+        " AND e.timestamp >= ?) AND NOT EXISTS (SELECT 1 FROM calls c WHERE c.rollout_id = a.rollout_id"
+        f" AND c.attempt_id = a.attempt_id AND c.ended_at >= ?) ORDER BY r.updated_at LIMIT ?{db.SKIP_LOCKED}",
+        (RolloutState.RUNNING, before, before, before, AT_ONCE),
     ).fetchall()
     for row in silent:
         reason = f"abandoned: nothing was heard of {name_attempt(row['rollout_id'], row['attempt_id'])}"

@@ -30,6 +30,9 @@ from leyden.schema import (
 )
 
 _ROLLOUTS = TypeAdapter(list[Rollout])
+_CALLS = "(SELECT a.calls FROM attempts a WHERE a.rollout_id = r.rollout_id AND a.attempt_id = r.last_attempt_id)"
+_SELECT = f"SELECT r.*, {_CALLS} AS recorded FROM rollouts r"
+"""Rollouts, and how many calls the last attempt of each has recorded."""
 IDEMPOTENCY_SECONDS = 7 * 24 * 3600
 """How long a repeated request is recognised."""
 
@@ -47,7 +50,7 @@ def to_rollout(row: Row) -> Rollout:
             outcome=Outcome(row["outcome"]) if row["outcome"] else None,
             error_message=row["error_message"],
             reward=row["reward"],
-            calls=row["calls"],
+            calls=row["recorded"] or 0,
             k8s_job_name=row["k8s_job_name"],
             version=row["version"],
             created_at=row["created_at"],
@@ -64,9 +67,7 @@ def to_attempt(row: Row) -> Attempt:
 
 
 def rollout_row(db: Connection, rollout_id: str, *, lock: bool = False) -> Row:
-    row = db.execute(
-        f"SELECT * FROM rollouts WHERE rollout_id = ?{db.FOR_UPDATE if lock else ''}", (rollout_id,)
-    ).fetchone()
+    row = db.execute(f"{_SELECT} WHERE r.rollout_id = ?{db.FOR_UPDATE if lock else ''}", (rollout_id,)).fetchone()
     if row is None:
         raise NotFound(f"there is no rollout {rollout_id}")
     return row
@@ -87,7 +88,7 @@ def create(db: Connection, items: Sequence[RolloutCreate], idempotency_key: str 
     now = time.time()
     for item in items:
         rollout_id = item.rollout_id or uuid.uuid4().hex
-        existing = db.execute("SELECT * FROM rollouts WHERE rollout_id = ?", (rollout_id,)).fetchone()
+        existing = db.execute(f"{_SELECT} WHERE r.rollout_id = ?", (rollout_id,)).fetchone()
         if existing is None:
             metadata = item.metadata or RolloutMetadata()
             try:
@@ -166,7 +167,7 @@ def _filter(
 
 def oldest_first(db: Connection, states: Sequence[RolloutState] | None, run: str | None, limit: int) -> list[Rollout]:
     where, values = _filter(states, run)
-    rows = db.execute(f"SELECT * FROM rollouts WHERE {where} ORDER BY seq LIMIT ?", (*values, limit))
+    rows = db.execute(f"{_SELECT} WHERE {where} ORDER BY r.seq LIMIT ?", (*values, limit))
     return [to_rollout(r) for r in rows]
 
 
@@ -186,7 +187,7 @@ def page(
             raise Invalid(f"cursor {cursor!r} isn't one that this gateway gave")
         before, extra = " AND seq < ?", [int(cursor)]
     rows = db.execute(
-        f"SELECT * FROM rollouts WHERE {where}{before} ORDER BY seq DESC LIMIT ?", (*values, *extra, limit + 1)
+        f"{_SELECT} WHERE {where}{before} ORDER BY r.seq DESC LIMIT ?", (*values, *extra, limit + 1)
     ).fetchall()
     counts_where, counts_values = _filter(None, run, step, is_train)
     by_state = {str(s): 0 for s in RolloutState}
@@ -204,7 +205,8 @@ def page(
 def terminal(db: Connection, after: int, limit: int, run: str | None) -> TerminalPage:
     where, values = ("WHERE t.run = ?", [run]) if run is not None else ("WHERE 1 = 1", [])
     rows = db.execute(
-        "SELECT t.seq AS cursor, r.* FROM terminal t JOIN rollouts r ON r.rollout_id = t.rollout_id"
+        f"SELECT t.seq AS cursor, r.*, {_CALLS} AS recorded FROM terminal t"
+        " JOIN rollouts r ON r.rollout_id = t.rollout_id"
         f" {where} AND t.seq > ? ORDER BY t.seq LIMIT ?",
         (*values, after, limit),
     ).fetchall()
@@ -220,7 +222,7 @@ def terminal(db: Connection, after: int, limit: int, run: str | None) -> Termina
                 is_train=bool(row["is_train"]),
                 outcome=Outcome(row["outcome"]) if row["outcome"] else None,
                 reward=row["reward"],
-                calls=row["calls"],
+                calls=row["recorded"] or 0,
                 metadata=metadata,
             )
         )
