@@ -55,6 +55,24 @@ class Sampling(BaseModel):
     max_tokens: int | None = Field(default=None, ge=1)
 
 
+class ResourceLimits(BaseModel):
+    """The most that an agent or a grader may use, all its processes together. MB are of 1,048,576 bytes.
+
+    More memory or disk than that ends it. More processes and larger files are refused to it.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    memory_mb: int | None = Field(default=None, ge=16)
+    cpus: float | None = Field(default=None, gt=0, description="cores' worth of CPU time")
+    processes: int | None = Field(default=None, ge=4, description="processes and threads at once")
+    file_mb: int | None = Field(default=None, ge=1, description="size of a single file")
+    disk_mb: int | None = Field(default=None, ge=1, description="size of the workspace")
+
+
+Sandbox = Literal["none", "bubblewrap"]
+
+
 class AgentSpec(BaseModel):
     """The agent process. Strings in `command` and `env` are Jinja templates over `input` (the task row)."""
 
@@ -66,6 +84,9 @@ class AgentSpec(BaseModel):
         default=None, description="working directory; None gives a fresh workspace per attempt"
     )
     timeout_seconds: float = Field(default=600, gt=0)
+    limits: ResourceLimits = ResourceLimits()
+    sandbox: Sandbox = "none"
+    readable: list[str] = Field(default=[], description="files and folders that a sandbox shows, read-only")
 
 
 class GraderSpec(BaseModel):
@@ -79,6 +100,9 @@ class GraderSpec(BaseModel):
     command: list[str] | str
     env: dict[str, str] = Field(default_factory=dict)
     timeout_seconds: float = Field(default=120, gt=0)
+    limits: ResourceLimits = ResourceLimits()
+    sandbox: Sandbox = "none"
+    readable: list[str] = Field(default=[], description="files and folders that a sandbox shows, read-only")
 
 
 class LocalConfig(BaseModel):

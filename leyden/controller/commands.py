@@ -76,7 +76,7 @@ def build_command(
         raise Unusable(f"{name}: command not found: {argv[0]!r}")
     if directory is None:
         for i, item in enumerate(words[1:], start=1):
-            if not _is_template(item) and not os.path.isabs(item) and (base / item).is_file():
+            if not _is_template(item) and not os.path.isabs(item) and os.path.isfile(base / item):
                 argv[i] = str(base / item)
     return Command([program, *argv[1:]], " ".join(words))
 

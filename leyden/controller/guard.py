@@ -14,6 +14,7 @@ import time
 import traceback
 from collections.abc import Callable
 
+from leyden.controller.cgroups import own_groups, remove_groups
 from leyden.controller.processes import become_subreaper, descendants, die_with_parent, kill, reap
 
 _GIVE_UP_SECONDS = 5.0
@@ -41,6 +42,7 @@ def guarded(body: Callable[[], int]) -> int:
     try:
         _, status = os.waitpid(child, 0)
         _end_descendants()
+        remove_groups(own_groups(), child)
     finally:
         for signum, handler in handlers.items():
             signal.signal(signum, handler)

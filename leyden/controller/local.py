@@ -8,9 +8,11 @@ import shutil
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import orjson
 
+from leyden.controller.cgroups import Cgroups
 from leyden.controller.commands import (
     Command,
     Unusable,
@@ -21,14 +23,15 @@ from leyden.controller.commands import (
     env_from_map,
 )
 from leyden.controller.environment import agent_environment, grader_environment, inherited, markers
+from leyden.controller.limits import Confinement
 from leyden.controller.logfile import BoundedLog, LastLine, Pump, file_name, log_path
 from leyden.controller.processes import Exited, ProcessTable
 from leyden.controller.reconcile import StepEnd, StepKind
-from leyden.schema import Claim
+from leyden.schema import Claim, ResourceLimits
 
 __all__ = ["LocalBackend", "LocalOptions", "check_command"]
 
-GRACE: dict[StepKind, float] = {"exited": 0.0, "timeout": 1.0, "stopped": 0.5}
+GRACE: dict[StepKind, float] = {"exited": 0.0, "timeout": 1.0, "stopped": 0.5, "limit": 0.0}
 """Seconds between TERM and KILL. What an agent left running when it exited gets none; all is gone within 2 s."""
 
 
@@ -46,12 +49,25 @@ class LocalOptions:
         return self.work_dir / "logs"
 
 
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """What is run for an agent or a grader."""
+
+    name: Literal["agent", "grader"]
+    command: Command
+    env: dict[str, str]
+    cwd: Path
+    log: Path
+    limits: ResourceLimits
+
+
 class LocalBackend:
     """Runs the steps of attempts. Each returns only when none of its processes is left."""
 
     def __init__(self, options: LocalOptions, table: ProcessTable) -> None:
         self._options = options
         self._table = table
+        self._groups = Cgroups()
         self._base = options.base_dir.resolve()
         self._work = options.work_dir.resolve()
 
@@ -90,7 +106,8 @@ class LocalBackend:
         except OSError as e:
             return StepEnd("not_started", reason=f"can't make the attempt's workspace: {e}")
         log = log_path(self._options.logs_dir, rollout.rollout_id, claim.attempt_id)
-        return await self._run(claim, "agent", command, env, cwd, log, seconds, stop)
+        limits = config.agent.limits if config.agent else ResourceLimits()
+        return await self._run(claim, _Step("agent", command, env, cwd, log, limits), seconds, stop)
 
     async def run_grader(self, claim: Claim, agent: StepEnd, seconds: float, stop: asyncio.Event) -> StepEnd:
         """Run the claimed attempt's grader in the workspace that the agent left."""
@@ -121,7 +138,8 @@ class LocalBackend:
             return StepEnd("not_started", reason=f"can't write the grader's task file: {e}")
         try:
             grader_log = log.with_suffix(".grader.log")
-            return await self._run(claim, "grader", command, env, self.workspace(claim), grader_log, seconds, stop)
+            step = _Step("grader", command, env, self.workspace(claim), grader_log, spec.limits)
+            return await self._run(claim, step, seconds, stop)
         finally:
             task_file.unlink(missing_ok=True)
 
@@ -143,6 +161,7 @@ class LocalBackend:
     def tidy(self) -> None:
         """Reap what ended by itself. Call now and then."""
         self._table.tidy()
+        self._groups.tidy()
 
     def _inherited(self) -> dict[str, str]:
         return inherited(os.environ, self._options.gateway_url)
@@ -161,60 +180,63 @@ class LocalBackend:
     def _task_file(self, claim: Claim) -> Path:
         return self._work / "tasks" / f"{self.workspace(claim).name}.json"
 
-    async def _run(
-        self,
-        claim: Claim,
-        step: str,
-        command: Command,
-        env: dict[str, str],
-        cwd: Path,
-        log_file: Path,
-        seconds: float,
-        stop: asyncio.Event,
-    ) -> StepEnd:
+    async def _run(self, claim: Claim, step: _Step, seconds: float, stop: asyncio.Event) -> StepEnd:
         try:
-            log = BoundedLog(log_file, self._options.log_bytes)
+            log = BoundedLog(step.log, self._options.log_bytes)
         except OSError as e:
-            return StepEnd("not_started", reason=f"can't write the {step}'s log: {e}")
+            return StepEnd("not_started", reason=f"can't write the {step.name}'s log: {e}")
         output = LastLine()
         # An agent's output stays in order through one pipe. A grader's standard output is its answer.
         pumps: list[Pump] = []
         try:
             pumps.append(Pump(lambda data: (log.write(data), output.write(data))[0]))
-            if step == "grader":
+            if step.name == "grader":
                 pumps.append(Pump(log.write))
         except OSError as e:
             for pump in pumps:
                 pump.close()
             log.close()
-            return StepEnd("not_started", reason=f"can't make a pipe for the {step}'s output: {e}")
-        tree = self._table.add(markers(claim.rollout.rollout_id, claim.attempt_id))
+            return StepEnd("not_started", reason=f"can't make a pipe for the {step.name}'s output: {e}")
+        confinement = Confinement(step.limits, self._groups, self.workspace(claim))
+        tree = self._table.add(markers(claim.rollout.rollout_id, claim.attempt_id), group=confinement.group)
         exited: Exited | None = None
         process: subprocess.Popen[bytes] | None = None
+        watching: asyncio.Task[str] | None = None
         ended: StepKind = "stopped"
+        reason: str | None = None
         try:
             if not stop.is_set():
                 try:
                     process = self._table.start(
                         tree,
-                        command.argv,
-                        env=env,
-                        cwd=cwd,
+                        step.command.argv,
+                        env=step.env,
+                        cwd=step.cwd,
                         stdout=pumps[0].write_end,
                         stderr=pumps[-1].write_end,
+                        enter=confinement.enter if confinement.needed else None,
                     )
                 except (OSError, ValueError, subprocess.SubprocessError) as e:
-                    reason = _cannot_start(step, command, cwd, e)
+                    reason = _cannot_start(step.name, step.command, step.cwd, e)
                     log.write(f"leyden: {reason}\n".encode())
                     return StepEnd("not_started", reason=reason, tail=log.tail())
                 for pump in pumps:
                     pump.close_write_end()
                 exited = Exited(process.pid)
-                ended = await exited.wait(seconds, stop)
+                if confinement.watched:
+                    watching = asyncio.create_task(confinement.watch(lambda: self._table.members(tree)))
+                ended = await exited.wait(seconds, stop, watching)
+                if ended == "limit" and watching is not None:
+                    reason = watching.result()
             await self._table.end(tree, grace=GRACE[ended])
+            if ended == "exited" and process is not None:
+                ended, reason = confinement.judge(process.returncode)
         finally:
             # Here after a cancellation too, when nothing may be awaited any more.
             self._table.abandon(tree)
+            confinement.close()
+            if watching is not None:
+                watching.cancel()
             if exited is not None:
                 exited.close()
             for pump in pumps:
@@ -225,7 +247,8 @@ class LocalBackend:
             ended,
             code=code if code is not None and code >= 0 else None,
             signal=-code if code is not None and code < 0 else None,
-            shell=command.shell,
+            reason=reason,
+            shell=step.command.shell,
             last_line=log.last_line(),
             output=output.text(),
             tail=log.tail(),

@@ -2,8 +2,9 @@
 
 The kernel keeps the tree findable: the controller is a child subreaper, so whatever a process of an attempt forked and
 left behind becomes the controller's own child. Each direct child is then an attempt's first process or an orphan, and
-an orphan belongs to an attempt by its session or process group, or by what it inherited in its environment. One that
-shed all of these is known by elimination (`exclusive`): it can't be older than the attempt that it came from.
+an orphan belongs to an attempt by its control group, its session or process group, or by what it inherited in its
+environment. One that shed all of these is known by elimination (`exclusive`): first processes are subreapers too, so an
+orphan comes from an attempt whose first process has ended; nor can it be older than that attempt.
 
 Linux only. Processes must be started from a thread that lives as long as the controller (the main one): the kernel
 kills them when that thread ends.
@@ -17,10 +18,10 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, Protocol
 
 import structlog
 
@@ -54,15 +55,32 @@ def die_with_parent(parent: int, signum: int = signal.SIGKILL) -> None:
 
 
 def spawn(
-    argv: list[str], *, env: dict[str, str], cwd: Path | str, stdout: int, stderr: int
+    argv: list[str],
+    *,
+    env: dict[str, str],
+    cwd: Path | str,
+    stdout: int,
+    stderr: int,
+    pass_fds: Sequence[int] = (),
+    enter: Callable[[], None] | None = None,
 ) -> subprocess.Popen[bytes]:
     """Start a process in a session of its own that is killed when this process ends.
+
+    It is a child subreaper: what it forks and leaves behind stays below it for as long as it runs. `enter` is called in
+    the child before the program, and may make system calls only.
 
     Raises:
         OSError: the program or the folder isn't there, isn't executable, or the arguments are too long.
         ValueError: an argument or a variable holds a NUL character.
     """
     parent = os.getpid()
+
+    def prepare() -> None:
+        die_with_parent(parent)
+        become_subreaper()
+        if enter is not None:
+            enter()
+
     return subprocess.Popen(
         argv,
         env=env,
@@ -70,9 +88,10 @@ def spawn(
         stdin=subprocess.DEVNULL,
         stdout=stdout,
         stderr=stderr,
+        pass_fds=pass_fds,
         start_new_session=True,
-        # Only a system call between fork and exec: nothing that another thread's lock could block.
-        preexec_fn=lambda: die_with_parent(parent),
+        # Only system calls between fork and exec: nothing that another thread's lock could block.
+        preexec_fn=prepare,
     )
 
 
@@ -95,13 +114,20 @@ class Exited:
         os.close(self._fd)
         self.future.cancel()
 
-    async def wait(self, seconds: float | None, stop: asyncio.Event) -> Literal["exited", "timeout", "stopped"]:
-        """Wait for the exit, for `stop`, or for the time to be over, whichever is first."""
+    async def wait(
+        self, seconds: float | None, stop: asyncio.Event, limit: asyncio.Future[str] | None = None
+    ) -> Literal["exited", "timeout", "stopped", "limit"]:
+        """Wait for the exit, for `stop`, for a limit to be exceeded, or for the time to be over, whichever is first."""
         stopping = asyncio.ensure_future(stop.wait())
+        ends: set[asyncio.Future[Any]] = {self.future, stopping}
+        if limit is not None:
+            ends.add(limit)
         try:
-            await asyncio.wait({self.future, stopping}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(ends, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
         finally:
             stopping.cancel()
+        if limit is not None and limit.done() and not limit.cancelled() and limit.exception() is None:
+            return "limit"
         if self.future.done():
             return "exited"
         return "stopped" if stop.is_set() else "timeout"
@@ -185,11 +211,22 @@ def reap(pid: int) -> bool:
         return True
 
 
+class KillableGroup(Protocol):
+    """A control group, as far as ending its processes goes."""
+
+    def kill(self) -> None: ...
+
+    def pids(self) -> list[int]: ...
+
+
 @dataclass(eq=False)
 class Tree:
     """The processes of one attempt."""
 
     markers: frozenset[bytes]
+    group: KillableGroup | None = None
+    wrapped: bool = False
+    """Its first process only wraps the attempt's own, and would end them without grace if it got TERM itself."""
     leaders: dict[int, subprocess.Popen[bytes]] = field(default_factory=dict)
     started: int = 0
     """Start of its first process, in clock ticks."""
@@ -212,16 +249,25 @@ class ProcessTable:
         """Zombies among our children that show nothing to know them by."""
         become_subreaper()
 
-    def add(self, markers: frozenset[bytes]) -> Tree:
-        tree = Tree(markers)
+    def add(self, markers: frozenset[bytes], *, group: KillableGroup | None = None, wrapped: bool = False) -> Tree:
+        tree = Tree(markers, group, wrapped)
         self._trees.add(tree)
         return tree
 
     def start(
-        self, tree: Tree, argv: list[str], *, env: dict[str, str], cwd: Path | str, stdout: int, stderr: int
+        self,
+        tree: Tree,
+        argv: list[str],
+        *,
+        env: dict[str, str],
+        cwd: Path | str,
+        stdout: int,
+        stderr: int,
+        pass_fds: Sequence[int] = (),
+        enter: Callable[[], None] | None = None,
     ) -> subprocess.Popen[bytes]:
         """`spawn` as a process of `tree`."""
-        process = spawn(argv, env=env, cwd=cwd, stdout=stdout, stderr=stderr)
+        process = spawn(argv, env=env, cwd=cwd, stdout=stdout, stderr=stderr, pass_fds=pass_fds, enter=enter)
         tree.leaders[process.pid] = process
         self._leaders[process.pid] = tree
         stat = read_stat(process.pid)
@@ -231,11 +277,14 @@ class ProcessTable:
     async def end(self, tree: Tree, *, grace: float = 0.0) -> None:
         """End all processes of a tree and reap them: TERM, then KILL after `grace` seconds (0: KILL at once)."""
         if grace > 0:
-            for pid in tree.leaders:
-                kill_group(pid, signal.SIGTERM)
-            for pid in self._members(tree):
+            if not tree.wrapped:
+                for pid in tree.leaders:
+                    kill_group(pid, signal.SIGTERM)
+            for pid in self.members(tree):
                 stat = read_stat(pid)
-                if stat is not None and stat.group not in tree.leaders:
+                if stat is None or pid in tree.leaders:
+                    continue
+                if tree.wrapped or stat.group not in tree.leaders:
                     kill(pid, signal.SIGTERM)
             deadline = time.monotonic() + grace
             while time.monotonic() < deadline and self._alive(tree):  # noqa: ASYNC110  (nothing signals an orphan's end)
@@ -249,7 +298,7 @@ class ProcessTable:
             if empty:
                 continue
             if time.monotonic() > deadline:
-                _log.warning("processes don't die of SIGKILL", pids=self._members(tree))
+                _log.warning("processes don't die of SIGKILL", pids=self.members(tree))
                 break
             await asyncio.sleep(pause if time.monotonic() > deadline - GONE_WITHIN + CHASE_SECONDS else 0)
             pause = min(pause * 2, 0.05)
@@ -267,6 +316,8 @@ class ProcessTable:
 
     def kill_now(self, tree: Tree) -> bool:
         """One round of SIGKILL and reaping. True when nothing of the tree is left."""
+        if tree.group is not None:
+            tree.group.kill()
         for pid, process in tree.leaders.items():
             # Not reaped yet: its group is still its own. A group gets the signal at once, however fast it forks.
             if process.returncode is None:
@@ -307,13 +358,17 @@ class ProcessTable:
                 for below in [pid, *descendants(pid)]:
                     kill(below, signal.SIGKILL)
 
-    def _members(self, tree: Tree) -> list[int]:
+    def members(self, tree: Tree) -> list[int]:
         """Processes of a tree, zombies included except reaped leaders."""
         return list(self._each_member(tree))
 
     def _each_member(self, tree: Tree) -> Iterator[int]:
         """The same one by one, newest first."""
+        grouped = set(tree.group.pids()) if tree.group is not None else set[int]()
+        yield from grouped
         for pid in reversed(children(os.getpid())):
+            if pid in grouped:
+                continue
             owner = tree if pid in tree.killed else self._leaders.get(pid)
             if owner is None:
                 stat = read_stat(pid)
@@ -324,7 +379,7 @@ class ProcessTable:
                     owner = tree
             if owner is tree:
                 yield pid
-                yield from descendants(pid)
+                yield from (below for below in descendants(pid) if below not in grouped)
 
     def _is_stranger(self, pid: int, tree: Tree) -> bool:
         if pid in self._leaders or pid in tree.killed:
@@ -333,7 +388,7 @@ class ProcessTable:
         return stat is not None and stat.state == "Z" and self._owner(pid, stat) is None
 
     def _alive(self, tree: Tree) -> bool:
-        for pid in self._members(tree):
+        for pid in self.members(tree):
             stat = read_stat(pid)
             if stat is not None and stat.state != "Z":
                 return True
@@ -356,5 +411,13 @@ class ProcessTable:
             self._leaders.pop(pid, None)
 
     def _suspects(self, stat: Stat) -> set[Tree]:
-        """Attempts that are old enough to have started an orphan that none owns."""
-        return {tree for tree in self._trees if tree.started and tree.started <= stat.started}
+        """Attempts that may have started an orphan that none owns: old enough, and their first process has ended."""
+        return {tree for tree in self._trees if 0 < tree.started <= stat.started and _leaderless(tree)}
+
+
+def _leaderless(tree: Tree) -> bool:
+    for pid, process in tree.leaders.items():
+        stat = read_stat(pid) if process.returncode is None else None
+        if stat is None or stat.state in "ZX":
+            return True
+    return False

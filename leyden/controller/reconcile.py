@@ -38,7 +38,8 @@ _NUMBER = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d+)?", re.ASCII)
 _QUOTED = 300
 
 
-StepKind = Literal["exited", "timeout", "stopped", "not_started"]
+StepKind = Literal["exited", "timeout", "stopped", "not_started", "limit", "machine"]
+"""`limit`: it was killed for exceeding a limit of its own; `machine`: it was killed and the machine is to blame."""
 KeepPolicy = Literal["all", "failed", "none"]
 
 
@@ -76,7 +77,7 @@ class StepEnd:
     code: int | None = None
     signal: int | None = None
     reason: str | None = None
-    """One sentence, when it couldn't be started."""
+    """One sentence, when it couldn't be started; what goes after "killed: " for `limit` and `machine`."""
     shell: bool = False
     last_line: str = ""
     """Last line of its log."""
@@ -263,6 +264,12 @@ def agent_verdict(end: StepEnd, limits: Limits) -> Verdict:
             return replace(base, outcome=Outcome.INFRA, reason=end.reason or "the agent couldn't be started")
         case "stopped":
             return replace(base, outcome=Outcome.INFRA, reason=STOPPED)
+        case "limit":
+            return replace(
+                base, outcome=Outcome.AGENT_ERROR, reason=f"the agent was killed: {end.reason}{_saying(end)}"
+            )
+        case "machine":
+            return replace(base, outcome=Outcome.INFRA, reason=f"the agent was killed: {end.reason}")
         case "timeout":
             seconds = min(limits.agent, limits.attempt)
             return replace(
@@ -286,6 +293,8 @@ def grader_fault(end: StepEnd) -> str | None:
             return end.reason or "the grader couldn't be started"
         case "stopped":
             return STOPPED
+        case "limit" | "machine":
+            return f"the grader was killed: {end.reason}{_saying(end)}"
         case "timeout":
             return f"the grader didn't end within its time{_saying(end)}"
     if end.signal is None and end.code == 0:

@@ -137,3 +137,9 @@ def test_a_log_path_stays_in_its_folder(tmp_path: Path) -> None:
     for rollout_id in ("..", ".", "a/../../b", "/etc", "ok:1.2"):
         path = log_path(tmp_path, rollout_id, "0")
         assert path.resolve().is_relative_to(tmp_path) and path.parent.parent == tmp_path
+
+
+def test_a_word_too_long_for_a_file_name_is_no_file(tmp_path: Path) -> None:
+    code = "x" * 5000
+    command = build_command(["echo", code], {}, name="agent.command", base=tmp_path, directory=None, path="/bin")
+    assert command.argv[1:] == [code]
