@@ -7,7 +7,7 @@ SEED ?= 0
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 
-.PHONY: setup demo demo-resume test lint format audit conformance conformance-light conformance-all faults fuzz bench bench-engine bench-gateway bench-controller clean
+.PHONY: setup demo demo-resume test lint format audit conformance conformance-light conformance-all faults faults-controller fuzz bench bench-engine bench-gateway bench-controller clean
 
 setup: $(STAMP)
 	@echo "setup: python=$$($(BIN)/python -c 'import platform; print(platform.python_version())') torch=$$($(BIN)/python -c 'import torch; print(torch.__version__)') leyden=$$($(BIN)/python -c 'import importlib.metadata as m; print(m.version("leyden"))')"
@@ -52,6 +52,9 @@ audit: $(STAMP)
 
 faults: $(STAMP)
 	@$(BIN)/python -m tests.faults.run $(ARGS)
+
+faults-controller: $(STAMP)
+	@$(BIN)/python -m tests.faults.controllers $(ARGS)
 
 fuzz: $(STAMP)
 	@$(BIN)/python -W ignore -m tests.fuzz.run --seed $(SEED) $(ARGS)

@@ -159,7 +159,9 @@ class LeydenClient:
 
     async def heartbeat(self, beat: Heartbeat) -> HeartbeatReply:
         body = beat.model_dump(mode="json")
-        return HeartbeatReply.model_validate_json(await self._call("POST", "/api/heartbeats", body, retry=False))
+        return HeartbeatReply.model_validate_json(
+            await self._call("POST", "/api/heartbeats", body, retry=False, wait=beat.wait_seconds)
+        )
 
     async def restarted(self, controller_id: str) -> int:
         """Release what an earlier process of this controller held. Returns how many attempts."""

@@ -14,7 +14,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from leyden.errors import ConfigError, nearest
-from leyden.schema import AgentSpec, CaptureConfig, EngineModel, GraderSpec, Sampling
+from leyden.schema import AgentSpec, CaptureConfig, EngineModel, GraderSpec, RetryPolicy, Sampling
 
 
 class Section(BaseModel):
@@ -133,7 +133,7 @@ class RunConfig(Section):
     output_dir: str | None = Field(default=None, description="default: runs/NAME beside where the command was started")
     agent: AgentSpec
     grader: GraderSpec | None = None
-    max_attempts: int = Field(default=3, ge=1)
+    retry: RetryPolicy = RetryPolicy()
     data: DataConfig
     sampling: Sampling = Sampling()
     capture: CaptureConfig = CaptureConfig()

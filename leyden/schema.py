@@ -153,6 +153,22 @@ class CaptureConfig(BaseModel):
     routes: list[ModelRoute] = Field(default_factory=list)
 
 
+class RetryPolicy(BaseModel):
+    """How many attempts a rollout has in all when one ends so: 1 means that such an end is final.
+
+    The next attempt is queued after `backoff_seconds`, twice as long after each further one, `backoff_max_seconds` at
+    most.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    infra: int = Field(default=3, ge=1)
+    agent_error: int = Field(default=1, ge=1)
+    timeout: int = Field(default=1, ge=1)
+    backoff_seconds: float = Field(default=1.0, ge=0)
+    backoff_max_seconds: float = Field(default=60.0, ge=0)
+
+
 class RolloutConfig(BaseModel):
     """How a rollout is to be executed and sampled."""
 
@@ -161,7 +177,7 @@ class RolloutConfig(BaseModel):
     grader: GraderSpec | None = None
     sampling: Sampling | None = None
     capture: CaptureConfig = Field(default_factory=CaptureConfig)
-    max_attempts: int = Field(default=3, ge=1, description="attempts in all when one ends in `infra`")
+    retry: RetryPolicy = Field(default_factory=RetryPolicy)
     local: LocalConfig | None = None
     k8s: K8sConfig | None = None
 
@@ -387,6 +403,7 @@ class Heartbeat(BaseModel):
     controller_id: str
     lease_seconds: float = Field(default=30, gt=0, le=3600)
     attempts: list[AttemptRef]
+    wait_seconds: float = Field(default=0, ge=0, le=60, description="answered then, or when an attempt is taken away")
 
 
 class HeartbeatReply(BaseModel):

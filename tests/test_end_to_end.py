@@ -210,7 +210,7 @@ def test_agents_and_graders_that_fail_end_the_run_in_a_sentence(
     project: Path, file: str, content: str, words: list[str]
 ) -> None:
     (project / file).write_text(content)
-    done = train(project, "validation.tasks=0", "training.rollouts_per_task=2", "max_attempts=1")
+    done = train(project, "validation.tasks=0", "training.rollouts_per_task=2", "retry.infra=1")
     assert done.returncode == 4, done.stderr[-2000:]
     assert "Traceback" not in done.stderr
     last = done.stderr.strip().splitlines()[-1]

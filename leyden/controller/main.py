@@ -32,7 +32,7 @@ POLL_SECONDS = 5.0
 """Length of one long poll for work. Short: a poll whose controller died may still be given a lease at its end."""
 
 HEARTBEAT_SECONDS = 1.0
-"""Longest time between heartbeats whatever the lease: a cancelled rollout's processes end that soon."""
+"""Longest time between heartbeats whatever the lease. The gateway holds each back to tell of a lost attempt at once."""
 
 STOP_SECONDS = 10.0
 """Longest graceful stop. Leases of what isn't reported by then are released, or run out."""
@@ -240,8 +240,11 @@ class Controller:
 
     async def _heartbeat_loop(self) -> None:
         every = min(self._config.lease_seconds / 3, HEARTBEAT_SECONDS)
+        next_one = time.monotonic() + every
         while True:
-            await asyncio.sleep(every)
+            # The gateway answers at the end of the time, or at once when it takes an attempt away.
+            await asyncio.sleep(max(0.0, next_one - time.monotonic()))
+            next_one = time.monotonic() + every
             self._backend.tidy()
             held = sorted(self._fleet.held)
             if not held:
@@ -250,6 +253,7 @@ class Controller:
                 controller_id=self._options.controller_id,
                 lease_seconds=self._config.lease_seconds,
                 attempts=[AttemptRef(rollout_id=r, attempt_id=a) for r, a in held],
+                wait_seconds=every,
             )
             try:
                 reply = await self._client.heartbeat(beat)
@@ -257,6 +261,8 @@ class Controller:
                 # Agents go on: the gateway decides about their leases when it is back, and says so.
                 _log.warning("heartbeat failed", why=str(e))
                 continue
+            if reply.lost:
+                next_one = time.monotonic()
             for ref in self._fleet.lost((r.rollout_id, r.attempt_id) for r in reply.lost):
                 self._runs[ref].lose()
 

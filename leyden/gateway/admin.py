@@ -180,7 +180,7 @@ def _add_execution(app: FastAPI, gateway: Gateway) -> None:
 
     @app.post("/api/heartbeats", dependencies=only_admin)
     async def heartbeat(body: Heartbeat) -> HeartbeatReply:
-        return await gateway.store.heartbeat(body)
+        return await gateway.heartbeat(body)
 
     @app.post("/api/controllers/{controller_id}/restarted", dependencies=only_admin)
     async def restarted(controller_id: str) -> dict[str, int]:

@@ -2,7 +2,7 @@
 
     queuing ──claim / PATCH running──► running ──ok with reward──► succeeded
        ▲                                  │
-       └──── infra, attempts left ────────┴── anything else ─────► failed
+       └─ after a while, attempts left ───┴── none left ─────────► failed
 
 An attempt passes through phases: `agent` (its agent may call the model), `grading` (the agent's processes are gone),
 `ended`. Each key belongs to one phase.
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from leyden.gateway.errors import Conflict, Invalid
-from leyden.schema import TERMINAL_STATES, Outcome, RolloutState
+from leyden.schema import TERMINAL_STATES, Outcome, RetryPolicy, RolloutState
 
 
 class Phase(StrEnum):
@@ -75,13 +75,18 @@ def settle(reported: Outcome, reason: str | None, facts: AttemptFacts) -> Ending
     return Ending(Outcome.OK, reason)
 
 
-def next_state(outcome: Outcome, attempts: int, max_attempts: int) -> RolloutState:
-    """Where a rollout goes when its attempt number `attempts` has ended with `outcome`."""
+def next_state(outcome: Outcome, attempts: int, retry: RetryPolicy) -> RolloutState:
+    """Where a rollout goes when its attempt number `attempts` (from 1) has ended with `outcome`."""
     if outcome is Outcome.OK:
         return RolloutState.SUCCEEDED
-    if outcome is Outcome.INFRA and attempts < max_attempts:
-        return RolloutState.QUEUING
-    return RolloutState.FAILED
+    allowed = {Outcome.INFRA: retry.infra, Outcome.AGENT_ERROR: retry.agent_error, Outcome.TIMEOUT: retry.timeout}
+    return RolloutState.QUEUING if attempts < allowed.get(outcome, 1) else RolloutState.FAILED
+
+
+def backoff(attempts: int, retry: RetryPolicy) -> float:
+    """Seconds before another attempt when the `attempts`th (from 1) is to be followed by one."""
+    # Beyond 2^30 any wait is the longest one; the power itself must not overflow.
+    return min(retry.backoff_max_seconds, retry.backoff_seconds * 2.0 ** min(attempts - 1, 30))
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,11 +30,15 @@ from leyden.gateway.signals import Signal, wait_until
 from leyden.gateway.store.address import shown
 from leyden.gateway.store.base import Store, open_store
 from leyden.gateway.store.records import Changed, Ended, KeyOwner, StoredCall
+from leyden.gateway.takings import Takings
 from leyden.schema import (
     TERMINAL_STATES,
+    AttemptRef,
     Claim,
     ClaimRequest,
     EngineModel,
+    Heartbeat,
+    HeartbeatReply,
     OutcomeReport,
     PhaseReport,
     RegisteredEngine,
@@ -76,6 +80,7 @@ class Gateway:
         self._admin = keys.digest(key)
         self._queue = Signal()
         self._terminal = Signal()
+        self._takings = Takings()
         self._client = EngineClient(engine_key(options))
         self.probes = Probes(self._client, lambda: renderer.encode("1 2 3 4").tolist())
         self._generator = Generator(
@@ -186,8 +191,21 @@ class Gateway:
         while True:
             ticket = self._queue.ticket()
             claims = await self.store.claim(request)
-            if claims or not await wait_until(ticket, deadline) or await gone():
+            if claims or time.monotonic() >= deadline:
                 return claims
+            due = await self.store.next_due()
+            soon = deadline if due is None else min(deadline, time.monotonic() + max(0.0, due - time.time()))
+            await wait_until(ticket, soon)
+            if await gone():
+                return []
+
+    async def heartbeat(self, beat: Heartbeat) -> HeartbeatReply:
+        """Renew leases; for `wait_seconds`, wait for an attempt of this controller to be taken away."""
+        with self._takings.watch(beat.controller_id) as taken:
+            reply = await self.store.heartbeat(beat)
+            if reply.lost or beat.wait_seconds == 0:
+                return reply
+            return HeartbeatReply(lost=await taken.wait(beat.wait_seconds))
 
     async def terminal(self, after: int, limit: int, wait_seconds: float, run: str | None) -> TerminalPage:
         """Ended rollouts from `after` on, waiting for one if there is none."""
@@ -199,10 +217,12 @@ class Gateway:
                 return page
 
     async def patch(self, rollout_id: str, status: StatusPatch) -> Rollout:
-        return self._changed(await self.store.patch(rollout_id, status))
+        change = await self.store.patch(rollout_id, status)
+        self._takings.note(change.ended)
+        return self._changed(change)
 
     async def delete(self, rollout_id: str) -> None:
-        self._ended(await self.store.delete(rollout_id))
+        self._take(await self.store.delete(rollout_id))
 
     async def report_phase(self, rollout_id: str, attempt_id: str, report: PhaseReport) -> None:
         await self.store.report_phase(rollout_id, attempt_id, report)
@@ -213,8 +233,13 @@ class Gateway:
 
     async def release(self, controller_id: str) -> int:
         ended = await self.store.release(controller_id)
-        self._ended(ended)
+        self._take(ended)
         return len(ended)
+
+    def _take(self, ended: Sequence[Ended]) -> None:
+        """Attempts that ended without a word of their controllers."""
+        self._takings.note(ended)
+        self._ended(ended)
 
     def _changed(self, change: Changed) -> Rollout:
         self._ended(change.ended)
@@ -419,7 +444,7 @@ class Gateway:
             try:
                 due = await self.store.next_expiry()
                 if due is not None and due <= time.time():
-                    self._ended(await self.store.expire(time.time()))
+                    self._take(await self.store.expire(time.time()))
                 await self._forget()
             except StoreUnavailable as e:
                 log.error("can't end expired attempts: %s", e.message)
@@ -450,6 +475,8 @@ class Gateway:
         match note:
             case ["left", rollout_id, attempt_id, phase, *deleted]:
                 self.live.leave(rollout_id, attempt_id, Phase(phase), deleted=bool(deleted))
+            case ["taken", controller_id, rollout_id, attempt_id]:
+                self._takings.add(controller_id, AttemptRef(rollout_id=rollout_id, attempt_id=attempt_id))
             case []:
                 await self.live.check()
         what = note[0] if note else None

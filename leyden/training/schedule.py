@@ -63,7 +63,7 @@ def rollout_config(config: RunConfig, sampling: Sampling) -> RolloutConfig:
         grader=config.grader,
         sampling=sampling,
         capture=config.capture,
-        max_attempts=config.max_attempts,
+        retry=config.retry,
     )
 
 

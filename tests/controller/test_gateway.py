@@ -99,7 +99,7 @@ async def test_an_agent_may_report_its_reward_itself(world: World, tmp_path: Pat
 async def test_an_infra_failure_is_tried_again_as_often_as_allowed(world: World, tmp_path: Path) -> None:
     world.engine.say("a", "b", "c")
     async with controlled(world, tmp_path):
-        rollout_id = await enqueue(world, ["python", "-c", CALL], grader=["echo", "NaN"], max_attempts=2)
+        rollout_id = await enqueue(world, ["python", "-c", CALL], grader=["echo", "NaN"], retry={"infra": 2})
         detail = await finished(world, rollout_id)
     assert [(a.attempt_id, a.outcome) for a in detail.attempt_details] == [("0", Outcome.INFRA), ("1", Outcome.INFRA)]
     assert detail.rollout.status.error_message == "grader printed no number (exit code 0): last line was 'NaN'"
@@ -125,7 +125,7 @@ async def test_deleting_a_rollout_ends_its_processes(world: World, tmp_path: Pat
 
 async def test_a_stopped_controllers_rollout_goes_to_the_next(world: World, tmp_path: Path) -> None:
     async with controlled(world, tmp_path):
-        rollout_id = await enqueue(world, "test -e go && exit 4; sleep 600", max_attempts=5)
+        rollout_id = await enqueue(world, "test -e go && exit 4; sleep 600", retry={"infra": 5})
         await until(lambda: alive(rollout_id))
     first = (await world.admin.rollout(rollout_id)).attempt_details[0]
     assert (first.outcome, first.reason) == (Outcome.INFRA, "controller stopped")

@@ -11,7 +11,7 @@ import pytest
 
 from leyden.errors import GatewayError
 from leyden.gateway.errors import Conflict, Invalid
-from leyden.gateway.lifecycle import AttemptFacts, next_state, plan_patch, settle
+from leyden.gateway.lifecycle import AttemptFacts, backoff, next_state, plan_patch, settle
 from leyden.schema import (
     AgentSpec,
     AttemptRef,
@@ -21,6 +21,7 @@ from leyden.schema import (
     Heartbeat,
     Outcome,
     OutcomeReport,
+    RetryPolicy,
     RolloutConfig,
     RolloutCreate,
     RolloutPatch,
@@ -71,7 +72,7 @@ def test_an_agent_that_failed_over_a_dead_engine_is_not_at_fault() -> None:
 
 
 async def test_engine_failures_of_the_last_call_make_the_attempt_infra(world: World) -> None:
-    claim = await world.claim(config=RolloutConfig(max_attempts=1, agent=AgentSpec(command=["true"])))
+    claim = await world.claim(config=RolloutConfig(retry=RetryPolicy(infra=1), agent=AgentSpec(command=["true"])))
     await world.engine.stop()
     status, _ = await world.chat(claim.agent_key, BODY)
     assert status == 502
@@ -81,9 +82,24 @@ async def test_engine_failures_of_the_last_call_make_the_attempt_infra(world: Wo
 
 
 def test_next_state() -> None:
-    assert [next_state(Outcome.INFRA, n, 3) for n in (1, 2, 3)] == [Q, Q, F]
-    assert next_state(Outcome.OK, 1, 3) is S
-    assert {next_state(o, 1, 3) for o in (Outcome.AGENT_ERROR, Outcome.TIMEOUT, Outcome.CANCELLED)} == {F}
+    usual = RetryPolicy()
+    assert [next_state(Outcome.INFRA, n, usual) for n in (1, 2, 3)] == [Q, Q, F]
+    assert next_state(Outcome.OK, 1, usual) is S
+    assert {next_state(o, 1, usual) for o in (Outcome.AGENT_ERROR, Outcome.TIMEOUT, Outcome.CANCELLED)} == {F}
+
+
+def test_every_class_of_outcome_has_its_own_number_of_attempts() -> None:
+    policy = RetryPolicy(infra=1, agent_error=2, timeout=3)
+    assert [next_state(Outcome.INFRA, n, policy) for n in (1, 2)] == [F, F]
+    assert [next_state(Outcome.AGENT_ERROR, n, policy) for n in (1, 2)] == [Q, F]
+    assert [next_state(Outcome.TIMEOUT, n, policy) for n in (1, 2, 3)] == [Q, Q, F]
+    assert next_state(Outcome.CANCELLED, 1, policy) is F
+
+
+def test_the_wait_before_another_attempt_doubles_up_to_a_limit() -> None:
+    policy = RetryPolicy(backoff_seconds=2, backoff_max_seconds=30)
+    assert [backoff(n, policy) for n in (1, 2, 3, 4, 5, 5000)] == [2, 4, 8, 16, 30, 30]
+    assert backoff(3, RetryPolicy(backoff_seconds=0)) == 0
 
 
 def test_patch_transitions() -> None:
@@ -169,6 +185,40 @@ async def test_infra_is_tried_again_with_new_keys(world: World) -> None:
         assert rollout.status.state is (F if number == "2" else Q)
     assert rollout.status.outcome is Outcome.INFRA and rollout.status.error_message == "pod evicted"
     assert (await world.chat(claim.agent_key, BODY))[0] == 409
+
+
+async def test_another_attempt_waits_its_time_and_others_pass_it(world: World) -> None:
+    policy = RetryPolicy(timeout=2, backoff_seconds=0.6)
+    claim = await world.claim(config=RolloutConfig(retry=policy, agent=AgentSpec(command=["true"])))
+    assert (await report(world, claim, Outcome.TIMEOUT)).status.state is Q
+    ended = time.time()
+    other = await world.claim()
+    assert other.rollout.rollout_id != claim.rollout.rollout_id
+    (again,) = await world.admin.claim(ClaimRequest(controller_id="c1", wait_seconds=20))
+    assert (again.rollout.rollout_id, again.attempt_id) == (claim.rollout.rollout_id, "1")
+    assert again.rollout.status.updated_at - ended > 0.5
+
+
+async def test_a_waiting_heartbeat_hears_at_once_of_what_was_taken(world: World) -> None:
+    claims = [await world.claim(), await world.claim(), await world.claim()]
+    refs = [AttemptRef(rollout_id=c.rollout.rollout_id, attempt_id="0") for c in claims]
+
+    async def beat() -> list[AttemptRef]:
+        beat = Heartbeat(controller_id="c1", attempts=refs, wait_seconds=30)
+        return (await asyncio.wait_for(world.admin.heartbeat(beat), 10)).lost
+
+    waiting = asyncio.create_task(beat())
+    await asyncio.sleep(0.2)
+    await world.admin.delete(refs[0].rollout_id)
+    assert await waiting == refs[:1]
+    waiting = asyncio.create_task(beat())
+    assert await waiting == refs[:1]  # Taken before: the store says so.
+    refs = refs[1:]
+    waiting = asyncio.create_task(beat())
+    await asyncio.sleep(0.2)
+    await report(world, claims[2], Outcome.OK)
+    await world.admin.patch(refs[0].rollout_id, RolloutPatch(status=StatusPatch(state=F, outcome=Outcome.CANCELLED)))
+    assert await waiting == refs[:1]
 
 
 async def test_claims_are_first_in_first_out_and_wait(world: World) -> None:

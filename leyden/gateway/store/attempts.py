@@ -11,6 +11,7 @@ from leyden.gateway.lifecycle import (
     AttemptFacts,
     Ending,
     Phase,
+    backoff,
     check_holder,
     name_attempt,
     next_state,
@@ -125,8 +126,8 @@ def start(
 def claim(db: Connection, request: ClaimRequest) -> list[Claim]:
     """Lease the oldest queuing rollouts to a controller, each as a new attempt with new keys."""
     waiting = db.execute(
-        f"SELECT rollout_id FROM rollouts WHERE state = ? ORDER BY seq LIMIT ?{db.SKIP_LOCKED}",
-        (RolloutState.QUEUING, request.limit),
+        f"SELECT rollout_id FROM rollouts WHERE state = ? AND not_before <= ? ORDER BY seq LIMIT ?{db.SKIP_LOCKED}",
+        (RolloutState.QUEUING, time.time(), request.limit),
     ).fetchall()
     claims = []
     for (rollout_id,) in waiting:
@@ -136,6 +137,13 @@ def claim(db: Connection, request: ClaimRequest) -> list[Claim]:
         grader_key = _new_key(db, keys.KeyKind.GRADER, rollout_id, attempt_id) if rollout.config.grader else None
         claims.append(Claim(rollout=rollout, attempt_id=attempt_id, agent_key=agent_key, grader_key=grader_key))
     return claims
+
+
+def next_due(db: Connection) -> float | None:
+    """When the next of the rollouts that wait before another attempt may be claimed. None: none waits."""
+    return db.execute(
+        "SELECT min(not_before) FROM rollouts WHERE state = ? AND not_before > ?", (RolloutState.QUEUING, time.time())
+    ).fetchone()[0]
 
 
 def _new_key(db: Connection, kind: keys.KeyKind, rollout_id: str, attempt_id: str) -> str:
@@ -174,11 +182,16 @@ def end(
     if state is None:
         config = RolloutConfig.model_validate_json(row["config"])
         attempts = db.execute("SELECT count(*) FROM attempts WHERE rollout_id = ?", (rollout_id,)).fetchone()[0]
-        state = next_state(ending.outcome, attempts, config.max_attempts)
+        state = next_state(ending.outcome, attempts, config.retry)
+        if state is RolloutState.QUEUING:
+            due = time.time() + backoff(attempts, config.retry)
+            db.execute("UPDATE rollouts SET not_before = ? WHERE rollout_id = ?", (due, rollout_id))
     error = None if ending.outcome is Outcome.OK else ending.reason
     rollouts.set_state(db, rollout_id, state, outcome=str(ending.outcome), error_message=error)
     db.notify("left", rollout_id, attempt_id, Phase.ENDED)
-    return Ended(rollout_id, attempt_id, requeued=state is RolloutState.QUEUING)
+    if report is None and row["controller_id"] is not None:
+        db.notify("taken", row["controller_id"], rollout_id, attempt_id)
+    return Ended(rollout_id, attempt_id, requeued=state is RolloutState.QUEUING, controller_id=row["controller_id"])
 
 
 def _engine_failure(db: Connection, rollout_id: str, attempt_id: str) -> str | None:
@@ -259,12 +272,14 @@ def patch(db: Connection, rollout_id: str, status: StatusPatch) -> Changed:
 def delete(db: Connection, rollout_id: str) -> list[Ended]:
     rollouts.rollout_row(db, rollout_id, lock=True)
     open_attempts = db.execute(
-        "SELECT attempt_id FROM attempts WHERE rollout_id = ? AND ended_at IS NULL", (rollout_id,)
+        "SELECT attempt_id, controller_id FROM attempts WHERE rollout_id = ? AND ended_at IS NULL", (rollout_id,)
     ).fetchall()
     rollouts.delete(db, rollout_id)
     for row in open_attempts:
         db.notify("left", rollout_id, row[0], Phase.ENDED, "deleted")
-    return [Ended(rollout_id, r[0], requeued=False, deleted=True) for r in open_attempts]
+        if row[1] is not None:
+            db.notify("taken", row[1], rollout_id, row[0])
+    return [Ended(rollout_id, r[0], requeued=False, deleted=True, controller_id=r[1]) for r in open_attempts]
 
 
 def heartbeat(db: Connection, beat: Heartbeat) -> HeartbeatReply:

@@ -128,6 +128,9 @@ class Store:
     async def claim(self, request: ClaimRequest) -> list[Claim]:
         return await self._write(lambda db: attempts.claim(db, request))
 
+    async def next_due(self) -> float | None:
+        return await self.db.read(attempts.next_due)
+
     async def heartbeat(self, beat: Heartbeat) -> HeartbeatReply:
         return await self._write(lambda db: attempts.heartbeat(db, beat))
 

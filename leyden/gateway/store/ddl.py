@@ -156,4 +156,8 @@ MIGRATIONS: list[str] = [
     """
     DELETE FROM events WHERE call_id IS NOT NULL;
     """,
+    """
+    -- Not claimed before: another attempt waits a while.
+    ALTER TABLE rollouts ADD COLUMN not_before REAL NOT NULL DEFAULT 0;
+    """,
 ]

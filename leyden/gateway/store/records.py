@@ -152,6 +152,8 @@ class Ended:
     attempt_id: str
     requeued: bool
     deleted: bool = False
+    controller_id: str | None = None
+    """Who held it."""
 
 
 @dataclass(frozen=True, slots=True)
