@@ -117,6 +117,13 @@ class GatewayConfig(Section):
     retention_days: float | None = Field(default=None, gt=0, description="rollouts that ended so long ago are deleted")
 
 
+class HooksConfig(Section):
+    """Functions of the user's, called when rollouts are queued and end (leyden/hooks.py)."""
+
+    file: str = Field(description="a Python file with on_enqueue, on_succeeded, on_failed, or some of them")
+    timeout_seconds: float = Field(default=10, gt=0, description="longest that one call may take")
+
+
 class ControllerConfig(Section):
     concurrency: int = Field(default=16, ge=1, description="agents running at once")
     lease_seconds: float = Field(default=30, gt=1)
@@ -134,6 +141,7 @@ class RunConfig(Section):
     agent: AgentSpec
     grader: GraderSpec | None = None
     retry: RetryPolicy = RetryPolicy()
+    hooks: HooksConfig | None = None
     data: DataConfig
     sampling: Sampling = Sampling()
     capture: CaptureConfig = CaptureConfig()
@@ -205,6 +213,10 @@ def load_run(path: Path, overrides: list[str] | None = None) -> RunConfig:
     config.data.train = str(base / config.data.train)
     if config.data.heldout is not None:
         config.data.heldout = str(base / config.data.heldout)
+    if config.hooks is not None:
+        config.hooks.file = str(base / config.hooks.file)
+        if not Path(config.hooks.file).is_file():
+            raise ConfigError(f"hooks.file: there is no file {config.hooks.file}")
     if config.agent.directory is not None:
         config.agent.directory = str(base / config.agent.directory)
     if (base / config.model).is_dir():

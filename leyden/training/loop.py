@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from rich.console import Console
 from leyden.client import LeydenClient
 from leyden.config import RunConfig
 from leyden.errors import RunError
+from leyden.hooks import Hooks
 from leyden.schema import TerminalItem
 from leyden.training.checkpoint import (
     Checkpoint,
@@ -95,10 +97,15 @@ async def train(
         if found is not None and _finished(config, run_dir, found):
             display.note(f"run {config.name} is finished ({found.state.step} steps); nothing to resume")
         else:
-            loop = _Loop(config, client, engine, run_dir, display)
-            await loop.prepare(model or Path(config.model), found, resume)
-            with MetricsLog(run_dir, loop.step) as log:
-                await loop.run(log)
+            async with AsyncExitStack() as stack:
+                hooks = None
+                if config.hooks is not None:
+                    file, seconds = Path(config.hooks.file), config.hooks.timeout_seconds
+                    hooks = await stack.enter_async_context(Hooks(file, seconds, display.note))
+                loop = _Loop(config, client, engine, run_dir, display, hooks)
+                await loop.prepare(model or Path(config.model), found, resume)
+                with MetricsLog(run_dir, loop.step) as log:
+                    await loop.run(log)
         summary = await asyncio.to_thread(_summarise, config, run_dir, time.monotonic() - started)
         write_atomically(run_dir / SUMMARY, json.dumps(asdict(summary), default=str, indent=1))
     for line in summary_lines(summary):
@@ -110,14 +117,20 @@ class _Loop:
     """One process's part of a run: holds the policy, the position, and the services."""
 
     def __init__(
-        self, config: RunConfig, client: LeydenClient, engine: EngineHandle, run_dir: Path, display: Display
+        self,
+        config: RunConfig,
+        client: LeydenClient,
+        engine: EngineHandle,
+        run_dir: Path,
+        display: Display,
+        hooks: Hooks | None,
     ) -> None:
         self.config = config
         self.client = client
         self.engine = engine
         self.run_dir = run_dir
         self.display = display
-        self.rollouts = Rollouts(client, config.name, config.training.stuck_after_seconds)
+        self.rollouts = Rollouts(client, config.name, config.training.stuck_after_seconds, hooks)
         self.train, self.heldout = load_run_tasks(config)
         self.order = TaskOrder(len(self.train), config.seed, config.data.shuffle)
         self.progress = Progress()

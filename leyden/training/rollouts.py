@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 
 from leyden.client import LeydenClient
 from leyden.errors import RunError
+from leyden.hooks import Hooks
 from leyden.schema import (
     TERMINAL_STATES,
     Outcome,
@@ -35,10 +36,11 @@ REASONS_LOOKED_AT = 32
 class Rollouts:
     """One run's rollouts at a gateway. Remembers the cursor into the list of ended ones between batches."""
 
-    def __init__(self, client: LeydenClient, run: str, stuck_after_seconds: float) -> None:
+    def __init__(self, client: LeydenClient, run: str, stuck_after_seconds: float, hooks: Hooks | None = None) -> None:
         self._client = client
         self._run = run
         self._stuck_after = stuck_after_seconds
+        self._hooks = hooks
         self._after = 0
         self.resumed = False
         """Whether the next batch may be one that an earlier process left unfinished."""
@@ -54,7 +56,7 @@ class Rollouts:
         """
         done: dict[str, TerminalItem] = {}
         current = [c.rollout_id or "" for c in wanted]
-        wanted = list(wanted)
+        wanted = [await self._hooks.enqueue(w) for w in wanted] if self._hooks else list(wanted)
         for again in range(1, REDONE_AT_MOST + 1):
             lost = await self._create(wanted, done)
             if not self.resumed or not lost or again == REDONE_AT_MOST:
@@ -73,6 +75,8 @@ class Rollouts:
             if item.rollout_id in pending:
                 pending.remove(item.rollout_id)
                 done[item.rollout_id] = item
+                if self._hooks:
+                    self._hooks.ended(self._client, item)
                 ended(item)
 
         last = time.monotonic()
