@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,6 +15,8 @@ import aiohttp
 from tests.faults.processes import ADMIN
 
 TURNS = 4
+THINK_SECONDS = 0.3
+"""Longest pause of a client before a request."""
 RETRY_SECONDS = 0.1
 TRIES = 600
 _LOST = (aiohttp.ClientError, asyncio.TimeoutError, ConnectionError, json.JSONDecodeError)
@@ -44,6 +47,7 @@ class Client:
         self._http = http
         self._seen = seen
         self._numbers = itertools.count()
+        self._chance = random.Random(number)
         self.stop = False
 
     async def run(self) -> None:
@@ -109,6 +113,9 @@ class Client:
         return body.decode() if text else json.loads(body)
 
     async def _until_answered(self, send: Any) -> Any:
+        # As agents do between calls. Without it the clients take all of a small machine, and what is measured of a
+        # restart is how long it waits for a processor.
+        await asyncio.sleep(self._chance.uniform(0, THINK_SECONDS))
         for _ in range(TRIES):
             try:
                 return await send(next(self._urls))
