@@ -15,6 +15,7 @@ def controller(
     base_dir: Annotated[Path, typer.Option(help="where relative commands of agents and graders are found")] = Path("."),
     work_dir: Annotated[Path, typer.Option(help="gets workspaces and logs")] = Path("leyden-work"),
     agent_url: Annotated[str | None, typer.Option(help="the gateway as agents reach it, when that differs")] = None,
+    hide: Annotated[Path | None, typer.Option(help="a folder that no sandbox shows, besides work_dir")] = None,
     concurrency: Annotated[int, typer.Option(min=1, help="agents running at once")] = 16,
     lease_seconds: Annotated[float, typer.Option(min=1.5)] = 30,
     log_bytes: Annotated[int, typer.Option(min=1000, help="kept of each attempt's log")] = 1_000_000,
@@ -44,6 +45,7 @@ def controller(
         base_dir=base_dir.resolve(),
         controller_id=controller_id or socket.gethostname(),
         agent_url=agent_url,
+        hidden=(hide.resolve(),) if hide else (),
         config=config,
     )
     raise typer.Exit(serve(options))

@@ -61,6 +61,7 @@ def check(config: RunConfig, run_dir: Path, base_dir: Path, *, resume: bool, rem
         PreflightError, ConfigError: one sentence naming the thing and the fix.
     """
     from leyden.controller.local import check_command
+    from leyden.controller.sandbox import check_sandbox
     from leyden.training.tasks import load_run_tasks
 
     if resume and not (run_dir / "run.yaml").exists():
@@ -78,6 +79,8 @@ def check(config: RunConfig, run_dir: Path, base_dir: Path, *, resume: bool, rem
         check_command(config.agent.command, where, "agent")
         if config.grader is not None:
             check_command(config.grader.command, base_dir, "grader")
+        if any(spec is not None and spec.sandbox != "none" for spec in (config.agent, config.grader)):
+            check_sandbox()
     load_run_tasks(config)
     model = resolve_model(config.model, base_dir)
     parameters = preflight.count_parameters(model)
@@ -173,6 +176,7 @@ async def _supervise(
                         controller_id="local",
                         base_dir=base_dir,
                         work_dir=run_dir / "rollouts",
+                        hide=run_dir,
                         concurrency=config.controller.concurrency,
                         lease_seconds=config.controller.lease_seconds,
                         log_bytes=config.controller.log_bytes,

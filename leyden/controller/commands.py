@@ -47,11 +47,12 @@ class Unusable(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """What is executed. `shown` is how a person knows it."""
+    """What is executed. `shown` is how a person knows it, `files` are the run's own that the run file names in it."""
 
     argv: list[str]
     shown: str
     shell: bool = False
+    files: tuple[Path, ...] = ()
 
 
 def build_command(
@@ -74,11 +75,15 @@ def build_command(
     program = _find_program(argv[0], directory or base, path)
     if program is None:
         raise Unusable(f"{name}: command not found: {argv[0]!r}")
-    if directory is None:
-        for i, item in enumerate(words[1:], start=1):
-            if not _is_template(item) and not os.path.isabs(item) and os.path.isfile(base / item):
+    files: list[Path] = []
+    if not _is_template(words[0]) and Path(program).is_relative_to(directory or base):
+        files.append(Path(program))
+    for i, item in enumerate(words[1:], start=1):
+        if not _is_template(item) and os.path.isfile(base / item):
+            files.append(base / item)
+            if directory is None:
                 argv[i] = str(base / item)
-    return Command([program, *argv[1:]], " ".join(words))
+    return Command([program, *argv[1:]], " ".join(words), files=tuple(files))
 
 
 def check_command(command: list[str] | str, directory: Path, name: str) -> None:

@@ -39,14 +39,13 @@ _turn = count()
 class Confinement:
     """What one step is put under. Use: `enter` in the child, `watch` beside it, `judge` after it, then `close`."""
 
-    def __init__(self, limits: ResourceLimits, groups: Cgroups, workspace: Path, *, grouped: bool = False) -> None:
-        """`grouped` asks for a control group without any limit too, for the sure kill."""
+    def __init__(self, limits: ResourceLimits, groups: Cgroups, workspace: Path) -> None:
         self._limits = limits
         self._groups = groups
         self._workspace = workspace
         self._bytes = None if limits.memory_mb is None else limits.memory_mb * MB
         self.group: Group | None = None
-        if grouped or limits != ResourceLimits():
+        if limits != ResourceLimits():
             self.group = groups.make(memory_bytes=self._bytes, processes=limits.processes, cpus=limits.cpus)
         enforced = self.group.enforced if self.group is not None else frozenset()
         self._watch_memory = limits.memory_mb is not None and "memory" not in enforced

@@ -6,12 +6,15 @@ import asyncio
 import os
 import shutil
 import subprocess
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 import orjson
 
+from leyden.controller import sandbox
+from leyden.controller.bridge import Enclosure
 from leyden.controller.cgroups import Cgroups
 from leyden.controller.commands import (
     Command,
@@ -23,11 +26,12 @@ from leyden.controller.commands import (
     env_from_map,
 )
 from leyden.controller.environment import agent_environment, grader_environment, inherited, markers
-from leyden.controller.limits import Confinement
+from leyden.controller.limits import MB, Confinement
 from leyden.controller.logfile import BoundedLog, LastLine, Pump, file_name, log_path
 from leyden.controller.processes import Exited, ProcessTable
 from leyden.controller.reconcile import StepEnd, StepKind
-from leyden.schema import Claim, ResourceLimits
+from leyden.controller.sandbox import SandboxError, View
+from leyden.schema import AgentSpec, Claim, GraderSpec, ResourceLimits
 
 __all__ = ["LocalBackend", "LocalOptions", "check_command"]
 
@@ -43,6 +47,8 @@ class LocalOptions:
     base_dir: Path
     work_dir: Path
     log_bytes: int = 1_000_000
+    hidden: tuple[Path, ...] = ()
+    """Folders of Leyden's that no sandbox shows, besides `work_dir`."""
 
     @property
     def logs_dir(self) -> Path:
@@ -59,6 +65,8 @@ class _Step:
     cwd: Path
     log: Path
     limits: ResourceLimits
+    view: View | None = None
+    """What it sees, in a sandbox."""
 
 
 class LocalBackend:
@@ -68,6 +76,7 @@ class LocalBackend:
         self._options = options
         self._table = table
         self._groups = Cgroups()
+        self._named = False
         self._base = options.base_dir.resolve()
         self._work = options.work_dir.resolve()
 
@@ -76,7 +85,8 @@ class LocalBackend:
         rollout = claim.rollout
         config = rollout.config
         try:
-            env = self._inherited() | agent_environment(
+            sandboxed = config.agent is not None and config.agent.sandbox != "none"
+            env = self._inherited(sandboxed) | agent_environment(
                 self._options.gateway_url, rollout.rollout_id, claim.attempt_id, claim.agent_key, model
             )
             if config.agent:
@@ -84,7 +94,7 @@ class LocalBackend:
             if config.local:
                 env |= env_from_map(rollout.input, config.local.env_map)
             workspace = self._make_workspace(claim)
-            cwd = workspace
+            cwd, view = workspace, None
             if config.agent:
                 directory = self._base / config.agent.directory if config.agent.directory else None
                 command = build_command(
@@ -96,6 +106,8 @@ class LocalBackend:
                     path=env["PATH"],
                 )
                 cwd = directory or workspace
+                if sandboxed:
+                    view = self._view("agent", config.agent, command, claim, cwd)
             elif config.local and config.local.agent_class:
                 # Agent Lightning's agents run where their code is.
                 command, cwd = class_command(config.local.agent_class, self._base), self._base
@@ -107,7 +119,7 @@ class LocalBackend:
             return StepEnd("not_started", reason=f"can't make the attempt's workspace: {e}")
         log = log_path(self._options.logs_dir, rollout.rollout_id, claim.attempt_id)
         limits = config.agent.limits if config.agent else ResourceLimits()
-        return await self._run(claim, _Step("agent", command, env, cwd, log, limits), seconds, stop)
+        return await self._run(claim, _Step("agent", command, env, cwd, log, limits, view), seconds, stop)
 
     async def run_grader(self, claim: Claim, agent: StepEnd, seconds: float, stop: asyncio.Event) -> StepEnd:
         """Run the claimed attempt's grader in the workspace that the agent left."""
@@ -118,7 +130,8 @@ class LocalBackend:
         task_file = self._task_file(claim)
         log = log_path(self._options.logs_dir, rollout.rollout_id, claim.attempt_id)
         try:
-            env = self._inherited() | grader_environment(
+            sandboxed = spec.sandbox != "none"
+            env = self._inherited(sandboxed) | grader_environment(
                 self._options.gateway_url,
                 rollout.rollout_id,
                 claim.attempt_id,
@@ -131,6 +144,9 @@ class LocalBackend:
             command = build_command(
                 spec.command, rollout.input, name="grader.command", base=self._base, directory=None, path=env["PATH"]
             )
+            workspace = self.workspace(claim)
+            given = (task_file, log.resolve())
+            view = self._view("grader", spec, command, claim, workspace, given) if sandboxed else None
             _write_private(task_file, orjson.dumps(rollout.input))
         except Unusable as e:
             return StepEnd("not_started", reason=str(e))
@@ -138,7 +154,7 @@ class LocalBackend:
             return StepEnd("not_started", reason=f"can't write the grader's task file: {e}")
         try:
             grader_log = log.with_suffix(".grader.log")
-            step = _Step("grader", command, env, self.workspace(claim), grader_log, spec.limits)
+            step = _Step("grader", command, env, workspace, grader_log, spec.limits, view)
             return await self._run(claim, step, seconds, stop)
         finally:
             task_file.unlink(missing_ok=True)
@@ -163,8 +179,43 @@ class LocalBackend:
         self._table.tidy()
         self._groups.tidy()
 
-    def _inherited(self) -> dict[str, str]:
-        return inherited(os.environ, self._options.gateway_url)
+    def _inherited(self, sandboxed: bool) -> dict[str, str]:
+        kept = inherited(os.environ, self._options.gateway_url)
+        return sandbox.environment(kept) if sandboxed else kept
+
+    def _view(
+        self,
+        name: str,
+        spec: AgentSpec | GraderSpec,
+        command: Command,
+        claim: Claim,
+        cwd: Path,
+        given: tuple[Path, ...] = (),
+    ) -> View:
+        """What a step in a sandbox sees.
+
+        Raises:
+            Unusable: what it needs isn't there or can't be shown.
+        """
+        workspace = self.workspace(claim)
+        hidden = (self._work, sandbox.own_package(), *(p.resolve() for p in self._options.hidden))
+        readable = [*sandbox.interpreter(), *command.files, *([cwd] if cwd != workspace else [])]
+        for i, item in enumerate(spec.readable):
+            path = self._base / os.path.expanduser(item)
+            if not path.exists():
+                raise Unusable(f"{name}.readable[{i}]: there is no file or folder {str(path)!r}")
+            if any(path.resolve().is_relative_to(h) for h in hidden):
+                raise Unusable(f"{name}.readable[{i}]: {str(path)!r} is one of Leyden's own, which no sandbox shows")
+            readable += [path, path.resolve()]
+        disk = None if spec.limits.disk_mb is None else spec.limits.disk_mb * MB
+        view = View(workspace, tuple(readable), hidden, given, disk)
+        program = Path(command.argv[0])
+        if not view.shows(program):
+            raise Unusable(
+                f"{name}.command: the sandbox doesn't show {str(program.resolve())!r}: add the folder that it was "
+                f"installed in to {name}.readable"
+            )
+        return view
 
     def _make_workspace(self, claim: Claim) -> Path:
         workspace = self.workspace(claim)
@@ -198,27 +249,45 @@ class LocalBackend:
             log.close()
             return StepEnd("not_started", reason=f"can't make a pipe for the {step.name}'s output: {e}")
         confinement = Confinement(step.limits, self._groups, self.workspace(claim))
-        tree = self._table.add(markers(claim.rollout.rollout_id, claim.attempt_id), group=confinement.group)
+        marks = markers(claim.rollout.rollout_id, claim.attempt_id)
+        tree = self._table.add(marks, group=confinement.group, wrapped=step.view is not None)
         exited: Exited | None = None
         process: subprocess.Popen[bytes] | None = None
         watching: asyncio.Task[str] | None = None
+        enclosure: Enclosure | None = None
         ended: StepKind = "stopped"
         reason: str | None = None
+
+        def start(argv: list[str], pass_fds: Sequence[int] = ()) -> subprocess.Popen[bytes]:
+            return self._table.start(
+                tree,
+                argv,
+                env=step.env,
+                cwd=step.cwd,
+                stdout=pumps[0].write_end,
+                stderr=pumps[-1].write_end,
+                pass_fds=pass_fds,
+                enter=confinement.enter if confinement.needed else None,
+            )
+
         try:
             if not stop.is_set():
                 try:
-                    process = self._table.start(
-                        tree,
-                        step.command.argv,
-                        env=step.env,
-                        cwd=step.cwd,
-                        stdout=pumps[0].write_end,
-                        stderr=pumps[-1].write_end,
-                        enter=confinement.enter if confinement.needed else None,
-                    )
+                    if step.view is None:
+                        process = start(step.command.argv)
+                    else:
+                        enclosure = Enclosure(self._options.gateway_url)
+                        process = await enclosure.start(self._bwrap(step, step.view), start)
                 except (OSError, ValueError, subprocess.SubprocessError) as e:
                     reason = _cannot_start(step.name, step.command, step.cwd, e)
+                except SandboxError as e:
+                    # What bwrap said comes through the pump.
+                    await asyncio.sleep(0.05)
+                    said = f" ({log.last_line()})" if log.last_line() else ""
+                    reason = f"can't make the {step.name}'s sandbox: {e}{said}"
+                if process is None:
                     log.write(f"leyden: {reason}\n".encode())
+                    await self._table.end(tree)
                     return StepEnd("not_started", reason=reason, tail=log.tail())
                 for pump in pumps:
                     pump.close_write_end()
@@ -229,12 +298,18 @@ class LocalBackend:
                 if ended == "limit" and watching is not None:
                     reason = watching.result()
             await self._table.end(tree, grace=GRACE[ended])
-            if ended == "exited" and process is not None:
-                ended, reason = confinement.judge(process.returncode)
+            code = process.returncode if process is not None else None
+            if step.view is not None and code is not None and code > 128:
+                # bwrap passes a signal on as a shell does.
+                code = 128 - code
+            if ended == "exited" and code is not None:
+                ended, reason = confinement.judge(code)
         finally:
             # Here after a cancellation too, when nothing may be awaited any more.
             self._table.abandon(tree)
             confinement.close()
+            if enclosure is not None:
+                enclosure.close()
             if watching is not None:
                 watching.cancel()
             if exited is not None:
@@ -242,7 +317,8 @@ class LocalBackend:
             for pump in pumps:
                 pump.close()
             log.close()
-        code = process.returncode if process is not None else None
+        if step.view is not None and code == 1 and log.last_line().startswith("bwrap: "):
+            ended, reason = "not_started", f"can't make the {step.name}'s sandbox: {log.last_line()}"
         return StepEnd(
             ended,
             code=code if code is not None and code >= 0 else None,
@@ -253,6 +329,14 @@ class LocalBackend:
             output=output.text(),
             tail=log.tail(),
         )
+
+    def _bwrap(self, step: _Step, view: View) -> Callable[[list[str]], list[str]]:
+        """Makes the command of a step's sandbox from further options of bwrap's."""
+        bwrap, names = sandbox.find_bwrap(), self._work / "sandbox"
+        if not self._named:
+            sandbox.write_names(names, self._options.gateway_url)
+            self._named = True
+        return lambda options: [bwrap, *sandbox.arguments(view, names, step.cwd, step.command.argv, options=options)]
 
 
 def _cannot_start(step: str, command: Command, cwd: Path, error: Exception) -> str:

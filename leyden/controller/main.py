@@ -21,6 +21,7 @@ import structlog
 from leyden.client import LeydenClient
 from leyden.config import ControllerConfig
 from leyden.controller.attempt import AttemptRun, Backend
+from leyden.controller.bridge import CONNECTIONS
 from leyden.controller.guard import guarded
 from leyden.controller.local import LocalBackend, LocalOptions
 from leyden.controller.processes import ProcessTable
@@ -46,6 +47,7 @@ class ControllerOptions:
 
     `base_dir` is where relative commands are found (the run file's folder); `work_dir` gets workspaces and logs.
     `agent_url` is the gateway's address as agents reach it, when it differs. `admin_key` defaults to LEYDEN_ADMIN_KEY.
+    No sandbox shows the folders `hidden`.
     """
 
     gateway_url: str
@@ -54,6 +56,7 @@ class ControllerOptions:
     base_dir: Path = field(default_factory=Path.cwd)
     controller_id: str = field(default_factory=socket.gethostname)
     agent_url: str | None = None
+    hidden: tuple[Path, ...] = ()
     config: ControllerConfig = field(default_factory=ControllerConfig)
     start_patience: float = 60.0
     """Seconds that the gateway may take to answer at the start: it may be loading a tokenizer just then."""
@@ -78,9 +81,9 @@ async def run_controller(options: ControllerOptions, *, exclusive: bool = False)
             raise PreflightError("the local backend needs Linux: it finds an agent's processes through /proc")
         if not options.admin_key:
             raise ConfigError("the controller needs the gateway's admin key: set LEYDEN_ADMIN_KEY")
-        _allow_files(6 * options.config.concurrency + 256)
+        _allow_files((6 + 2 * CONNECTIONS) * options.config.concurrency + 256)
         url = (options.agent_url or options.gateway_url).rstrip("/")
-        local = LocalOptions(url, options.base_dir, options.work_dir, options.config.log_bytes)
+        local = LocalOptions(url, options.base_dir, options.work_dir, options.config.log_bytes, options.hidden)
         backend = LocalBackend(local, ProcessTable(exclusive=exclusive))
         patience = options.config.lease_seconds + 30
         async with LeydenClient(options.gateway_url, options.admin_key, patience=patience) as client:

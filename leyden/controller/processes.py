@@ -416,8 +416,7 @@ class ProcessTable:
 
 
 def _leaderless(tree: Tree) -> bool:
-    for pid, process in tree.leaders.items():
-        stat = read_stat(pid) if process.returncode is None else None
-        if stat is None or stat.state in "ZX":
-            return True
-    return False
+    """Whether its first process has ended."""
+    pid, process = next(iter(tree.leaders.items()))
+    stat = read_stat(pid) if process.returncode is None else None
+    return stat is None or stat.state in "ZX"

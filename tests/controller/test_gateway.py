@@ -16,6 +16,8 @@ from leyden.config import ControllerConfig
 from leyden.controller.local import LocalBackend, LocalOptions
 from leyden.controller.main import Controller, ControllerOptions
 from leyden.controller.processes import ProcessTable
+from leyden.controller.sandbox import check_sandbox
+from leyden.errors import PreflightError
 from leyden.schema import Outcome, RolloutConfig, RolloutCreate, RolloutDetail, RolloutState
 from tests.controller.conftest import alive, none_alive, until
 from tests.gateway.conftest import ADMIN, World, make_world
@@ -69,8 +71,8 @@ async def finished(world: World, rollout_id: str) -> RolloutDetail:
             after = page.next_after
 
 
-async def enqueue(world: World, command: Any, *, grader: Any = None, **more: Any) -> str:
-    spec: dict[str, Any] = {"agent": {"command": command}, **more}
+async def enqueue(world: World, command: Any, *, grader: Any = None, sandbox: str = "none", **more: Any) -> str:
+    spec: dict[str, Any] = {"agent": {"command": command, "sandbox": sandbox}, **more}
     if grader is not None:
         spec["grader"] = {"command": grader}
     item = RolloutCreate(input={"q": 1}, config=RolloutConfig.model_validate(spec))
@@ -86,6 +88,21 @@ async def test_a_graded_rollout_succeeds(world: World, tmp_path: Path) -> None:
         status = (await finished(world, rollout_id)).rollout.status
     assert status.state is RolloutState.SUCCEEDED, status.error_message
     assert (status.outcome, status.reward, status.calls) == (Outcome.OK, len("the answer"), 1)
+
+
+async def test_a_sandboxed_agent_calls_the_model_and_its_files_are_graded(world: World, tmp_path: Path) -> None:
+    try:
+        check_sandbox()
+    except PreflightError as e:
+        pytest.skip(str(e))
+    world.engine.say("from inside")
+    grade = "print(len(open('answer.txt').read()))"
+    async with controlled(world, tmp_path):
+        command = ["python", "-c", CALL]
+        rollout_id = await enqueue(world, command, grader=["python", "-c", grade], sandbox="bubblewrap")
+        status = (await finished(world, rollout_id)).rollout.status
+    assert status.state is RolloutState.SUCCEEDED, status.error_message
+    assert (status.outcome, status.reward, status.calls) == (Outcome.OK, len("from inside"), 1)
 
 
 async def test_an_agent_may_report_its_reward_itself(world: World, tmp_path: Path) -> None:
