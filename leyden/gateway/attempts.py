@@ -54,8 +54,6 @@ class LiveAttempt:
     forest: Forest = field(default_factory=Forest)
     bodies: Memory[list[bytes]] = field(default_factory=Memory)
     """Values of request bodies of late, and their hashes."""
-    raw_hashes: dict[str, bytes] = field(default_factory=dict)
-    """By call: the hashes of its request body, of which a later call stores only what is new."""
     kinds: dict[str, str] = field(default_factory=dict)
     """By call: what it was for."""
     main_session: str | None = None
@@ -72,9 +70,8 @@ class LiveAttempt:
     used: float = field(default_factory=time.monotonic)
     loading: asyncio.Lock = field(default_factory=asyncio.Lock)
 
-    def recorded(self, call_id: str, seq: int, first: int, last: int, raw_hashes: bytes) -> None:
+    def recorded(self, seq: int, first: int, last: int) -> None:
         """Note where this gateway's own call was put."""
-        self.raw_hashes[call_id] = raw_hashes
         self.next_seq = max(self.next_seq, seq + 1)
         if first == self.seen + 1:
             self.seen = last
@@ -218,7 +215,6 @@ class LiveAttempts:
             own = {c.call_id for c in live.calls}
             new = [c for c in stored if c.call_id.partition("-")[0] not in own and c.call_id not in live.forest.nodes]
             await self._renderer.run(lambda: grow(live.forest, new))
-            live.raw_hashes.update((c.call_id, c.raw_hashes) for c in new)
             live.kinds.update((c.call_id, c.kind) for c in new)
             live.seen = max(c.ordinal for c in stored)
             live.next_seq = max(live.next_seq, max(c.seq for c in stored) + 1)
@@ -293,5 +289,6 @@ def grow(forest: Forest, stored: list[StoredCall]) -> None:
             call.response,
             call.finish_reason,
             hashes,
+            call.raw_hashes,
             delivered=call.delivered,
         )

@@ -231,7 +231,7 @@ class CallMaker:
 
     async def _record(self, job: _Job, samples: list[tuple[Sample, EngineModel]], parsed: list[Parsed]) -> None:
         """Commit the siblings and add them to the forest."""
-        refs, raw, values = await self.renderer.run(job.references, micros=job.new_chars() * HASH_MICROS)
+        stored = await self.renderer.run(job.stored, micros=job.new_chars() * HASH_MICROS)
         ended = time.time()
         commits = []
         for i, ((sample, engine), said) in enumerate(zip(samples, parsed, strict=True)):
@@ -240,11 +240,12 @@ class CallMaker:
                 sample.untrainable = None  # `left_out` says why; what is missing is no fault.
             if sample.untrainable is not None and job.left_out() is None:
                 self._warn(job, sample.untrainable)
-            commits.append(job.commit(_sibling_id(job.call_id, i), sample, said, engine, refs, raw, ended))
+            commits.append(job.commit(_sibling_id(job.call_id, i), sample, said, engine, stored, ended))
         recorded = await self.store.commit_calls(commits)
-        job.live.recorded(job.call_id, recorded.seq, recorded.first, recorded.last, raw.hashes())
-        hashes = [r.hash for r in refs]
-        job.live.bodies.keep(values, [r.hash for r in raw.refs])
+        job.live.recorded(recorded.seq, recorded.first, recorded.last)
+        hashes = [r.hash for r in stored.messages]
+        raw_hashes = stored.raw.hashes()
+        job.live.bodies.keep(stored.values, [r.hash for r in stored.raw.refs])
         remember(job.live.forest, job.request, job.prompt, hashes)
         if job.relation.parent is not None:
             job.relation.parent.delivered = True
@@ -260,6 +261,7 @@ class CallMaker:
                 said.message(),
                 sample.finish_reason,
                 hashes,
+                raw_hashes,
             )
 
     async def _record_failure(self, job: _Job, error: Refused) -> None:
@@ -269,9 +271,9 @@ class CallMaker:
             kind = "engine refused"
         sample = empty_sample(f"{kind}: {error.message}")
         self._warn(job, f"{kind}: {error.message}")
-        refs, raw, _ = await self.renderer.run(job.references)
+        stored = await self.renderer.run(job.stored)
         try:
-            await self.store.commit_calls([job.commit(job.call_id, sample, None, None, refs, raw, time.time())])
+            await self.store.commit_calls([job.commit(job.call_id, sample, None, None, stored, time.time())])
         except Refused as e:
             log.warning("the failed call %s couldn't be recorded: %s", job.call_id, e.message)
 
@@ -282,6 +284,17 @@ class CallMaker:
             log.error("first call of run %s that can't be trained: %s: %s", info.run, where, reason)
         else:
             log.info("untrainable: %s: %s", where, reason)
+
+
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """A request's messages and body as the store keeps them. The first `shared` messages are those of its base."""
+
+    messages: list[MessageRef]
+    shared: int
+    raw: RawRequest
+    values: list[Any]
+    """Of the body, in the order of `raw.refs`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,17 +319,23 @@ class _Job:
         """About how many characters of the request aren't shared with an earlier call: its messages and its body."""
         return 2 * 4 * (len(self.prompt.ids) - self.relation.base_len)
 
-    def references(self) -> tuple[list[MessageRef], RawRequest, list[Any]]:
-        """The request's messages and its body as the store keeps them, and the values of the body."""
+    def stored(self) -> _Stored:
+        """The request as the store keeps it."""
         base = self.relation.base
+        # Taken once: the base sheds them when another call continues it meanwhile.
+        of_base, raw_of_base = (base.request_hashes, base.raw_hashes) if base else ([], b"")
         known, same = self.live.forest.requests.match(self.request.messages, self.request.tools)
         before = known.made.hashes[:same] if known else []
-        messages = refs(self.request.messages, before, b"".join(base.request_hashes) if base else b"")
+        messages = refs(self.request.messages, before, b"".join(of_base))
+        shared = 0
+        for ours, theirs in zip(messages, of_base, strict=False):
+            if ours.hash != theirs:
+                break
+            shared += 1
         head, fields, values = values_of(self.request.body)
-        stored = self.live.raw_hashes.get(base.call_id, b"") if base else b""
         body, same = self.live.bodies.match(values)
-        raw = raw_request(head, fields, refs(values, body.made[:same] if body else [], stored))
-        return messages, share(raw, base.call_id, stored) if base else raw, values
+        raw = raw_request(head, fields, refs(values, body.made[:same] if body else [], raw_of_base))
+        return _Stored(messages, shared, share(raw, base.call_id, raw_of_base) if base else raw, values)
 
     def left_out(self) -> str | None:
         """Why the run doesn't train a call like this one."""
@@ -330,17 +349,10 @@ class _Job:
         sample: Sample,
         parsed: Parsed | None,
         engine: EngineModel | None,
-        refs: list[MessageRef],
-        raw: RawRequest,
+        stored: _Stored,
         ended: float,
     ) -> CallCommit:
-        base, parent = self.relation.base, self.relation.parent
-        shared = 0
-        if base is not None:
-            pairs = zip(base.request_hashes, refs, strict=False)
-            shared = next(
-                (i for i, (a, b) in enumerate(pairs) if a != b.hash), min(len(base.request_hashes), len(refs))
-            )
+        base, parent, shared = self.relation.base, self.relation.parent, stored.shared
         effective = {**self.effective, **({"stop": self.request.stop} if self.request.stop else {})}
         return CallCommit(
             call_id=call_id,
@@ -372,11 +384,11 @@ class _Job:
             model=engine.model if engine else self.request.model,
             request_base=base.call_id if base and shared else None,
             request_base_len=shared,
-            request_suffix=refs[shared:],
+            request_suffix=stored.messages[shared:],
             tools=message_ref(self.request.tools) if self.request.tools else None,
             response=parsed.message() if parsed else None,
             fingerprint=self.fingerprint,
-            raw=raw,
+            raw=stored.raw,
         )
 
 

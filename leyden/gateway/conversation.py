@@ -61,15 +61,21 @@ class Node:
     parent: Node | None
     answer: Message
     request_hashes: list[bytes]
-    """Hashes of the request's messages as stored."""
+    """Hashes of the request's messages as stored, and (`raw_hashes`) of its body, of which the next call of the
+    conversation stores only what is new. Gone when it has: else a conversation's turns would add up squared."""
     finish_reason: str
     tools: bytes = b""
+    raw_hashes: bytes = b""
     delivered: bool = False
     continued: int = 0
     """Calls that continue this one, recorded or under way."""
     thought: bool | None = None
     """Whether prompt and response hold sampled reasoning; filled in by the renderer."""
     _full: Ids | None = None
+
+    def shed(self) -> None:
+        """Let go of what only a conversation's last calls keep."""
+        self._full, self.request_hashes, self.raw_hashes = None, [], b""
 
     def full(self) -> Ids:
         """Prompt and response."""
@@ -212,6 +218,7 @@ class Forest:
         answer: Message | None,
         finish_reason: str,
         request_hashes: list[bytes],
+        raw_hashes: bytes = b"",
         *,
         delivered: bool = False,
     ) -> Node:
@@ -226,6 +233,7 @@ class Forest:
             parent=link_.parent,
             answer=answer or {"role": "assistant", "content": ""},
             request_hashes=request_hashes,
+            raw_hashes=raw_hashes,
             finish_reason=finish_reason,
             tools=keys.tools,
             delivered=delivered,
@@ -249,11 +257,11 @@ class Forest:
     def _cache(self, node: Node, prompt: Ids) -> None:
         node._full = np.concatenate([prompt, node.response])
         if node.parent is not None and node.parent._full is not None:
-            node.parent._full = None
+            node.parent.shed()
             self._leaves.remove(node.parent)
         self._leaves.append(node)
         if len(self._leaves) > CACHED_LEAVES:
-            self._leaves.popleft()._full = None
+            self._leaves.popleft().shed()
 
     def _summary_in(self, messages: Sequence[Message]) -> Node | None:
         """The call whose answer, as it was, is part of one of `messages` that isn't an answer.

@@ -60,3 +60,28 @@ async def test_raw_requests_are_kept_whole_at_the_cost_of_what_is_new(world: Wor
     stored = await world.gateway.store.db.read(bodies)
     # The tool twice: the body writes its keys in an order of its own, the template's view in another.
     assert stored.count("d" * 500) <= 2 and stored.count("w" * 300) == 1 and claim.agent_key not in stored
+
+
+async def test_branches_of_one_call_are_kept_whole_and_only_last_calls_are_remembered_whole(world: World) -> None:
+    claim = await world.claim()
+    history: list[dict[str, Any]] = [{"role": "user", "content": "question 0"}]
+    sent: list[dict[str, Any]] = []
+
+    async def ask(messages: list[dict[str, Any]]) -> dict[str, Any]:
+        sent.append({"messages": messages})
+        status, answer = await world.chat(claim.agent_key, sent[-1])
+        assert status == 200
+        return answer["choices"][0]["message"]
+
+    for turn in range(1, 6):
+        history = [*history, await ask(history), {"role": "user", "content": f"question {turn}"}]
+    for branch in ("one", "another"):
+        await ask([*history[:5], {"role": "user", "content": branch}][-6:])
+        await ask([*history[:3], await ask(history[:3]), {"role": "user", "content": branch}])
+    calls = (await world.admin.trajectory(claim.rollout.rollout_id, content=True)).calls
+    assert [c.raw for c in calls] == sent
+    assert [(c.request or {})["messages"][-1]["content"] for c in calls] == [s["messages"][-1]["content"] for s in sent]
+    (live,) = world.gateway.live.all()
+    nodes = live.forest.nodes.values()
+    continued = [n for n in nodes if any(other.parent is n for other in nodes)]
+    assert len(continued) >= 4 and all(not n.request_hashes and not n.raw_hashes for n in continued)
