@@ -83,6 +83,10 @@ class AgentSpec(BaseModel):
     directory: str | None = Field(
         default=None, description="working directory; None gives a fresh workspace per attempt"
     )
+    preload: list[str] = Field(
+        default_factory=list,
+        description="Python modules imported once, in a process that is forked for each agent, where that is safe",
+    )
     timeout_seconds: float = Field(default=600, gt=0)
     limits: ResourceLimits = ResourceLimits()
     sandbox: Sandbox = "none"
@@ -109,6 +113,7 @@ class LocalConfig(BaseModel):
     """Agent Lightning's local runner config: a Python class and environment paths such as `input.question`."""
 
     agent_class: str | None = None
+    preload: list[str] = Field(default_factory=list, description="as that of AgentSpec")
     env_map: dict[str, str] = Field(default_factory=dict)
 
 

@@ -35,6 +35,8 @@ class Backend(Protocol):
 
     def tidy(self) -> None: ...
 
+    def close(self) -> None: ...
+
 
 class AttemptRun:
     """One attempt in the hands of this controller."""

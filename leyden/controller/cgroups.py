@@ -103,14 +103,14 @@ class Group:
         folders: list[Path] = [v2] if v2 is not None else []
         self.folders = folders + [folder for folder in dict.fromkeys(v1.values()) if folder != v2]
 
-    def enter(self) -> None:
-        """Move the calling process in. Made for a new child: only system calls.
+    def enter(self, pid: int = 0) -> None:
+        """Move a process in, the calling one for 0. Made for a new child: only system calls.
 
         Raises:
             OSError: the kernel refused.
         """
         for folder in self.folders:
-            (folder / "cgroup.procs").write_bytes(b"0")
+            (folder / "cgroup.procs").write_bytes(b"%d" % pid)
 
     def kill(self) -> None:
         """SIGKILL to all at once, where the kernel can."""

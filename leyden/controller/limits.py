@@ -55,22 +55,22 @@ class Confinement:
         self._file_bytes = min(sizes) * MB if sizes else None
         self._ooms = groups.foreign_oom_kills()
 
-    def enter(self) -> None:
-        """Put the calling process, a new child, under the limits. System calls only.
+    def enter(self, pid: int = 0) -> None:
+        """Put a new child under the limits, the calling process for 0. System calls only.
 
         Raises:
             OSError: the kernel refused; the child must not go on.
         """
         if self.group is not None:
-            self.group.enter()
+            self.group.enter(pid)
         if self._limits != ResourceLimits():
-            Path("/proc/self/oom_score_adj").write_text(_SACRIFICE)
+            Path(f"/proc/{pid or 'self'}/oom_score_adj").write_text(_SACRIFICE)
         if self._cores is not None:
-            os.sched_setaffinity(0, self._cores)
+            os.sched_setaffinity(pid, self._cores)
         if self._file_bytes is not None:
             _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
             most = self._file_bytes if hard == resource.RLIM_INFINITY else min(hard, self._file_bytes)
-            resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
+            resource.prlimit(pid, resource.RLIMIT_FSIZE, (most, most))
 
     @property
     def needed(self) -> bool:

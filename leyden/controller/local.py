@@ -7,7 +7,7 @@ import os
 import shutil
 import subprocess
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -28,12 +28,16 @@ from leyden.controller.commands import (
 from leyden.controller.environment import agent_environment, grader_environment, inherited, markers
 from leyden.controller.limits import MB, Confinement
 from leyden.controller.logfile import BoundedLog, LastLine, Pump, file_name, log_path
-from leyden.controller.processes import Exited, ProcessTable
+from leyden.controller.processes import Exited, Leader, ProcessTable
 from leyden.controller.reconcile import StepEnd, StepKind
 from leyden.controller.sandbox import SandboxError, View
+from leyden.controller.warm import WarmStarter
 from leyden.schema import AgentSpec, Claim, GraderSpec, ResourceLimits
 
 __all__ = ["LocalBackend", "LocalOptions", "check_command"]
+
+CLASS_RUNNER_IMPORTS = ("asyncio", "inspect")
+"""What run_class.py imports."""
 
 GRACE: dict[StepKind, float] = {"exited": 0.0, "timeout": 1.0, "stopped": 0.5, "limit": 0.0}
 """Seconds between TERM and KILL. What an agent left running when it exited gets none; all is gone within 2 s."""
@@ -67,6 +71,9 @@ class _Step:
     limits: ResourceLimits
     view: View | None = None
     """What it sees, in a sandbox."""
+    preload: list[str] = field(default_factory=list)
+    shared_env: dict[str, str] = field(default_factory=dict)
+    """The part of `env` that every agent of the run has."""
 
 
 class LocalBackend:
@@ -77,6 +84,7 @@ class LocalBackend:
         self._table = table
         self._groups = Cgroups()
         self._named = False
+        self._warm = WarmStarter(table)
         self._base = options.base_dir.resolve()
         self._work = options.work_dir.resolve()
 
@@ -119,7 +127,16 @@ class LocalBackend:
             return StepEnd("not_started", reason=f"can't make the attempt's workspace: {e}")
         log = log_path(self._options.logs_dir, rollout.rollout_id, claim.attempt_id)
         limits = config.agent.limits if config.agent else ResourceLimits()
-        return await self._run(claim, _Step("agent", command, env, cwd, log, limits, view), seconds, stop)
+        step = _Step("agent", command, env, cwd, log, limits, view)
+        if preload := (config.agent or config.local or AgentSpec(command="")).preload:
+            raw = config.agent.env if config.agent else {}
+            shared = self._inherited(False) | {name: text for name, text in raw.items() if env[name] == text}
+            if view is not None:
+                self._warm.refuse("they run in a sandbox", preload)
+            else:
+                preload = preload if config.agent else [*preload, *CLASS_RUNNER_IMPORTS]
+                step = replace(step, preload=preload, shared_env=shared)
+        return await self._run(claim, step, seconds, stop)
 
     async def run_grader(self, claim: Claim, agent: StepEnd, seconds: float, stop: asyncio.Event) -> StepEnd:
         """Run the claimed attempt's grader in the workspace that the agent left."""
@@ -178,6 +195,10 @@ class LocalBackend:
         """Reap what ended by itself. Call now and then."""
         self._table.tidy()
         self._groups.tidy()
+
+    def close(self) -> None:
+        """End what outlives attempts."""
+        self._warm.close()
 
     def _inherited(self, sandboxed: bool) -> dict[str, str]:
         kept = inherited(os.environ, self._options.gateway_url)
@@ -252,7 +273,7 @@ class LocalBackend:
         marks = markers(claim.rollout.rollout_id, claim.attempt_id)
         tree = self._table.add(marks, group=confinement.group, wrapped=step.view is not None)
         exited: Exited | None = None
-        process: subprocess.Popen[bytes] | None = None
+        process: Leader | None = None
         watching: asyncio.Task[str] | None = None
         enclosure: Enclosure | None = None
         ended: StepKind = "stopped"
@@ -273,11 +294,22 @@ class LocalBackend:
         try:
             if not stop.is_set():
                 try:
-                    if step.view is None:
-                        process = start(step.command.argv)
-                    else:
+                    if step.view is not None:
                         enclosure = Enclosure(self._options.gateway_url)
                         process = await enclosure.start(self._bwrap(step, step.view), start)
+                    if step.preload:
+                        process = process or await self._warm.start(
+                            tree,
+                            step.command,
+                            step.preload,
+                            shared_env=step.shared_env,
+                            env=step.env,
+                            cwd=step.cwd,
+                            stdout=pumps[0].write_end,
+                            stderr=pumps[-1].write_end,
+                            enter=confinement.enter,
+                        )
+                    process = process or start(step.command.argv)
                 except (OSError, ValueError, subprocess.SubprocessError) as e:
                     reason = _cannot_start(step.name, step.command, step.cwd, e)
                 except SandboxError as e:

@@ -153,6 +153,7 @@ class Controller:
                 await self._stop_attempts()
             finally:
                 beating.cancel()
+                self._backend.close()
                 await asyncio.gather(claiming, beating, stopping, return_exceptions=True)
                 for signum in handled:
                     loop.remove_signal_handler(signum)

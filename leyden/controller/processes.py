@@ -63,10 +63,11 @@ def spawn(
     stderr: int,
     pass_fds: Sequence[int] = (),
     enter: Callable[[], None] | None = None,
+    subreaper: bool = True,
 ) -> subprocess.Popen[bytes]:
     """Start a process in a session of its own that is killed when this process ends.
 
-    It is a child subreaper: what it forks and leaves behind stays below it for as long as it runs. `enter` is called in
+    As a child subreaper, what it forks and leaves behind stays below it for as long as it runs. `enter` is called in
     the child before the program, and may make system calls only.
 
     Raises:
@@ -77,7 +78,8 @@ def spawn(
 
     def prepare() -> None:
         die_with_parent(parent)
-        become_subreaper()
+        if subreaper:
+            become_subreaper()
         if enter is not None:
             enter()
 
@@ -211,6 +213,42 @@ def reap(pid: int) -> bool:
         return True
 
 
+class Leader(Protocol):
+    """The first process of a tree."""
+
+    @property
+    def pid(self) -> int: ...
+
+    @property
+    def returncode(self) -> Any: ...
+
+    def poll(self) -> int | None: ...
+
+
+class Forked:
+    """A process that a fork server made, which is, or will be, a child of this process."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+        """-n for signal n. 255 when nobody knows."""
+
+    def kill(self) -> None:
+        kill(self.pid, signal.SIGKILL)
+
+    def poll(self) -> int | None:
+        """Reap it if it has ended."""
+        if self.returncode is None:
+            try:
+                pid, status = os.waitpid(self.pid, os.WNOHANG)
+            except ChildProcessError:
+                # Not handed over yet, or gone.
+                self.returncode = None if read_stat(self.pid) is not None else 255
+            else:
+                self.returncode = os.waitstatus_to_exitcode(status) if pid else None
+        return self.returncode
+
+
 class KillableGroup(Protocol):
     """A control group, as far as ending its processes goes."""
 
@@ -227,7 +265,7 @@ class Tree:
     group: KillableGroup | None = None
     wrapped: bool = False
     """Its first process only wraps the attempt's own, and would end them without grace if it got TERM itself."""
-    leaders: dict[int, subprocess.Popen[bytes]] = field(default_factory=dict)
+    leaders: dict[int, Leader] = field(default_factory=dict)
     started: int = 0
     """Start of its first process, in clock ticks."""
     killed: set[int] = field(default_factory=set)
@@ -268,11 +306,22 @@ class ProcessTable:
     ) -> subprocess.Popen[bytes]:
         """`spawn` as a process of `tree`."""
         process = spawn(argv, env=env, cwd=cwd, stdout=stdout, stderr=stderr, pass_fds=pass_fds, enter=enter)
+        self.adopt(tree, process)
+        return process
+
+    def adopt(self, tree: Tree, process: Leader) -> None:
+        """Make a process one of `tree`'s first."""
         tree.leaders[process.pid] = process
         self._leaders[process.pid] = tree
         stat = read_stat(process.pid)
         tree.started = tree.started or (stat.started if stat else 0)
-        return process
+
+    def exempt(self, pid: int) -> None:
+        """A child of this process, in a session of its own, that is no attempt's and isn't to be ended."""
+        self._leaders[pid] = Tree(frozenset())
+
+    def unexempt(self, pid: int) -> None:
+        self._leaders.pop(pid, None)
 
     async def end(self, tree: Tree, *, grace: float = 0.0) -> None:
         """End all processes of a tree and reap them: TERM, then KILL after `grace` seconds (0: KILL at once)."""
