@@ -33,6 +33,9 @@ SHARE = 10
 _SACRIFICE = "500"
 """Put to /proc/PID/oom_score_adj: when the machine runs out of memory, agents go before what watches over them."""
 
+_KILLED = (-signal.SIGKILL, 128 + signal.SIGKILL)
+"""A process that was killed, and a shell whose command was."""
+
 _turn = count()
 
 
@@ -100,7 +103,7 @@ class Confinement:
             return "limit", f"it wrote a file larger than {name} allows ({self._file_bytes // MB} MB)"
         if why := self._oom() or self._disk():
             return "limit", why
-        if code == -signal.SIGKILL and self._groups.foreign_oom_kills() > self._ooms:
+        if code in _KILLED and self._groups.foreign_oom_kills() > self._ooms:
             return "machine", "the machine ran out of memory"
         return "exited", None
 

@@ -28,7 +28,9 @@ def running(gateway: FakeGateway, tmp_path: Path) -> Callable[..., object]:
     """A controller in this process, for the length of an `async with`."""
 
     @asynccontextmanager
-    async def run(base: Path | None = None, *, exclusive: bool = False, **config: object) -> AsyncIterator[Controller]:
+    async def run(
+        base: Path | None = None, *, exclusive: bool = False, agent_url: str = "", **config: object
+    ) -> AsyncIterator[Controller]:
         options = ControllerOptions(
             gateway_url=gateway.url,
             admin_key=ADMIN_KEY,
@@ -37,7 +39,7 @@ def running(gateway: FakeGateway, tmp_path: Path) -> Callable[..., object]:
             work_dir=tmp_path / "work",
             config=ControllerConfig.model_validate({"concurrency": 4, "lease_seconds": 3, **config}),
         )
-        local = LocalOptions(gateway.url, options.base_dir, options.work_dir, options.config.log_bytes)
+        local = LocalOptions(agent_url or gateway.url, options.base_dir, options.work_dir, options.config.log_bytes)
         async with LeydenClient(gateway.url, ADMIN_KEY, patience=20) as client:
             controller = Controller(options, LocalBackend(local, ProcessTable(exclusive=exclusive)), client)
             task = asyncio.create_task(controller.run())

@@ -54,9 +54,9 @@ async def outcome_beside_another(
     return report
 
 
-# Daemons in sessions of their own, twice forked, ignoring TERM; one has shed its environment too.
+# Daemons in sessions of their own, twice forked, ignoring TERM; one has shed its environment too, one is stopped.
 DAEMONS = """
-import os, signal, subprocess, sys, time
+import ctypes, os, signal, subprocess, sys, time
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 sleeper = [sys.executable, "-c", "import time; time.sleep(600)", os.environ["MARK"]]
 for env in (None, {}):
@@ -67,7 +67,9 @@ for env in (None, {}):
             os.execve(sleeper[0], sleeper, dict(os.environ) if env is None else env)
         os._exit(0)
     os.wait()
-subprocess.Popen(sleeper, start_new_session=True)
+os.kill(subprocess.Popen(sleeper, start_new_session=True).pid, signal.SIGSTOP)
+PR_SET_CHILD_SUBREAPER = 36
+ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
 """
 
 

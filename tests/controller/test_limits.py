@@ -63,5 +63,6 @@ def test_a_kill_by_the_machine_is_told_from_one_for_the_own_limit(groups: Cgroup
     # A kill that none of our groups explains is.
     assert run("x = bytearray(200 << 20)", Cgroups(), memory_bytes=64 * MB)[1] == 1
     assert mine.judge(-signal.SIGKILL) == ("machine", "the machine ran out of memory")
+    assert mine.judge(137) == ("machine", "the machine ran out of memory")
     assert mine.judge(0) == ("exited", None)
     mine.close()

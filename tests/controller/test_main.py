@@ -16,6 +16,7 @@ from typing import Any
 import psutil
 import pytest
 
+from leyden.controller.cgroups import own_groups
 from leyden.schema import Outcome
 from tests.controller.conftest import alive, none_alive, until
 from tests.controller.fake import ADMIN_KEY, FakeGateway, make_claim
@@ -89,6 +90,20 @@ async def test_a_killed_controller_leaves_no_agent(
         assert await none_alive(mark)
         await until(lambda: not controller.is_running() or controller.status() == psutil.STATUS_ZOMBIE)
         assert await ended(process) in (128 + signal.SIGKILL, -signal.SIGKILL)
+
+
+async def test_a_killed_controller_leaves_no_control_group(gateway: FakeGateway, tmp_path: Path, mark: str) -> None:
+    limited = {"agent": {"command": f"sleep 600.{mark}", "limits": {"memory_mb": 100, "processes": 20}}}
+    async with serving(gateway.url, tmp_path) as process:
+        gateway.enqueue(make_claim("r", {}, limited))
+        await until(lambda: alive(mark))
+        controller = below(process)
+        own = own_groups()
+        folders = [folder for folder in (own.v2, *own.v1.values()) if folder is not None]
+        kill_controller(process)
+        await ended(process)
+        assert [g for folder in folders for g in folder.glob(f"leyden-{controller.pid}-*")] == []
+    assert alive(mark) == []
 
 
 async def test_sigterm_stops_it_cleanly(gateway: FakeGateway, tmp_path: Path, mark: str) -> None:

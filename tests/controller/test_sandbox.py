@@ -80,6 +80,25 @@ async def test_the_gateway_answers_at_the_address_that_the_agent_is_told(
     assert report.log_tail is not None and report.log_tail.startswith(f"posted to {gateway.url}/api/rollouts/")
 
 
+@pytest.mark.parametrize("host", ["198.51.100.7", "gateway.test"])
+async def test_a_gateway_elsewhere_keeps_its_address_too(
+    gateway: FakeGateway, running: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, host: str
+) -> None:
+    connect = asyncio.open_connection
+
+    async def route(*args: Any, **kwargs: Any) -> Any:
+        return await connect(*("127.0.0.1" if arg == host else arg for arg in args), **kwargs)
+
+    monkeypatch.setattr(asyncio, "open_connection", route)
+    code = """
+        import os, urllib.request as u
+        print(u.urlopen(os.environ["OPENAI_BASE_URL"].replace("/openai/v1", "/healthz")).read().decode())
+    """
+    port = gateway.url.rpartition(":")[2]
+    report = await sandboxed(gateway, running, tmp_path, code, settings={"agent_url": f"http://{host}:{port}"})
+    assert (report.outcome, report.log_tail) == (Outcome.OK, '{"status": "ok"}\n')
+
+
 async def test_large_bodies_and_many_connections_pass_the_bridge(
     gateway: FakeGateway, running: Running, tmp_path: Path
 ) -> None:
@@ -273,7 +292,7 @@ beside = os.path.dirname(me)
 LOOKS = """
 print(json.dumps({
     "another port of this machine": tried(lambda: connect("127.0.0.1", PORT)),
-    "this machine by its own address": tried(lambda: connect(HOST, PORT)),
+    "this machine by another address": tried(lambda: connect(HOST, PORT)),
     # Sends nothing: asks whether there is a way to an address elsewhere (one for documentation).
     "another machine": tried(lambda: socket.socket(socket.AF_INET, socket.SOCK_DGRAM).connect(("192.0.2.1", 53))),
     "an abstract socket": tried(lambda: socket.socket(socket.AF_UNIX).connect("\\0leyden-test-PID")),
@@ -324,7 +343,7 @@ async def test_escapes_are_refused(
     values = {
         "BASE": str(tmp_path),
         "PORT": str(listener.getsockname()[1]),
-        "HOST": repr(socket.gethostbyname(socket.gethostname())),
+        "HOST": repr("127.0.0.2"),
         "PID": str(os.getpid()),
     }
     looks = LOOKS
