@@ -73,6 +73,33 @@ class ResourceLimits(BaseModel):
 Sandbox = Literal["none", "bubblewrap"]
 
 
+class WorkspaceSpec(BaseModel):
+    """What an attempt's workspace holds at the start. All strings are templates over `input`, names of `files` aside.
+
+    At most one of `directory` (copied), `tarball` (unpacked) and `git` (an address or a folder, at `revision`: the
+    workspace gets a repository with that commit only). Relative paths are seen from the run file's folder. `files` come
+    last: path in the workspace → text.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    directory: str | None = None
+    tarball: str | None = None
+    git: str | None = None
+    revision: str = "HEAD"
+    files: dict[str, str] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _one_source(self) -> WorkspaceSpec:
+        if sum(s is not None for s in (self.directory, self.tarball, self.git)) > 1:
+            raise ValueError("give one of directory, tarball and git")
+        for path in self.files:
+            parts = path.split("/")
+            if path.startswith("/") or ".." in parts or parts[-1] in ("", "."):
+                raise ValueError(f"files: {path!r} isn't the path of a file inside the workspace")
+        return self
+
+
 class AgentSpec(BaseModel):
     """The agent process. Strings in `command` and `env` are Jinja templates over `input` (the task row)."""
 
@@ -83,6 +110,7 @@ class AgentSpec(BaseModel):
     directory: str | None = Field(
         default=None, description="working directory; None gives a fresh workspace per attempt"
     )
+    workspace: WorkspaceSpec = Field(default_factory=WorkspaceSpec)
     preload: list[str] = Field(
         default_factory=list,
         description="Python modules imported once, in a process that is forked for each agent, where that is safe",

@@ -31,10 +31,13 @@ from leyden.controller.logfile import BoundedLog, LastLine, Pump, file_name, log
 from leyden.controller.processes import Exited, Leader, ProcessTable
 from leyden.controller.reconcile import StepEnd, StepKind
 from leyden.controller.sandbox import SandboxError, View
+from leyden.controller.seeds import Seeds
 from leyden.controller.warm import WarmStarter
-from leyden.schema import AgentSpec, Claim, GraderSpec, ResourceLimits
+from leyden.schema import AgentSpec, Claim, GraderSpec, ResourceLimits, WorkspaceSpec
 
 __all__ = ["LocalBackend", "LocalOptions", "check_command"]
+
+NO_SEED = WorkspaceSpec()
 
 CLASS_RUNNER_IMPORTS = ("asyncio", "inspect")
 """What run_class.py imports."""
@@ -87,6 +90,7 @@ class LocalBackend:
         self._warm = WarmStarter(table)
         self._base = options.base_dir.resolve()
         self._work = options.work_dir.resolve()
+        self._seeds = Seeds(table, self._base, self._work / "seeds", self._inherited(False))
 
     async def run_agent(self, claim: Claim, model: str | None, seconds: float, stop: asyncio.Event) -> StepEnd:
         """Run the claimed attempt's agent for at most `seconds`, or until `stop`."""
@@ -102,6 +106,8 @@ class LocalBackend:
             if config.local:
                 env |= env_from_map(rollout.input, config.local.env_map)
             workspace = self._make_workspace(claim)
+            if config.agent and config.agent.workspace != NO_SEED:
+                await self._seeds.fill(config.agent.workspace, rollout.input, workspace, stop)
             cwd, view = workspace, None
             if config.agent:
                 directory = self._base / config.agent.directory if config.agent.directory else None
