@@ -57,7 +57,7 @@ async def load(port: int, rollouts: list[list[str]], connections: int) -> dict[s
     command = [sys.executable, "-m", "benchmarks.gateway.load", "127.0.0.1", str(port), str(connections)]
     pipe = asyncio.subprocess.PIPE
     async with servers.process(command, stdin=pipe, stdout=pipe) as running:
-        said, _ = await asyncio.wait_for(running.communicate(lines), 300)
+        said, _ = await asyncio.wait_for(running.communicate(lines), 550)
     if running.returncode:
         raise SystemExit(f"the load on port {port} over {connections} connections failed; what it said is above")
     result = json.loads(said)

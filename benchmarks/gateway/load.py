@@ -29,7 +29,7 @@ async def main(host: str, port: int, connections: int) -> None:
         while rollouts:
             for request in rollouts.popleft():
                 begun = time.perf_counter()
-                status, _ = await asyncio.wait_for(connection.ask(request), 60)
+                status, _ = await asyncio.wait_for(connection.ask(request), 240)
                 latencies.append(time.perf_counter() - begun)
                 failed += status != 200
 

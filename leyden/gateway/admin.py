@@ -43,8 +43,27 @@ MAX_WAIT_SECONDS = 60
 _encode = msgspec.msgpack.Encoder().encode
 
 
+class Problem(BaseModel):
+    """What the body of an error is."""
+
+    detail: str
+
+
 class ResumeRequest(BaseModel):
     owner: str | None = None
+
+
+_PROBLEM = {"content": {"application/json": {"schema": Problem.model_json_schema()}}}
+_ERRORS: dict[int | str, dict[str, Any]] = {
+    "4XX": {"description": "refused; `detail` says why", **_PROBLEM},
+    # FastAPI documents a shape of its own for this one otherwise.
+    422: {"description": "the request isn't valid; `detail` names the first field", **_PROBLEM},
+    "5XX": {"description": "the store can't do it now", **_PROBLEM},
+}
+
+
+class _Msgpack(Response):
+    media_type = "application/msgpack"
 
 
 def _key(request: Request) -> str | None:
@@ -84,7 +103,9 @@ def _states(given: list[str] | None) -> list[RolloutState] | None:
 
 def build_admin(gateway: Gateway) -> FastAPI:
     """The app for `gateway`."""
-    app = FastAPI(title="Leyden gateway", version="0.1.0", docs_url=None, redoc_url=None, openapi_url=None)
+    app = FastAPI(
+        title="Leyden gateway", version="0.1.0", docs_url=None, redoc_url=None, openapi_url=None, responses=_ERRORS
+    )
     app.state.gateway = gateway
     app.exception_handler(Refused)(_on_refused)
     app.exception_handler(RequestValidationError)(_on_invalid)
@@ -161,10 +182,10 @@ def build_admin(gateway: Gateway) -> FastAPI:
             rollout_id, attempt_id, body.event_type, body.data, reward, idempotency_key
         )
 
-    @app.get("/api/rollouts/{rollout_id}/trajectory", dependencies=[Depends(_may_read)])
+    @app.get("/api/rollouts/{rollout_id}/trajectory", dependencies=[Depends(_may_read)], response_class=_Msgpack)
     async def trajectory(rollout_id: str, content: bool = False) -> Response:
         found = await gateway.store.trajectory(rollout_id, content=content)
-        return Response(_encode(found), media_type="application/msgpack")
+        return _Msgpack(_encode(found))
 
     _add_execution(app, gateway)
     _add_service(app, gateway)

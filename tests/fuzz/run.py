@@ -34,11 +34,14 @@ from tests.faults.processes import ADMIN, START_SECONDS, GatewayProcess
 from tests.fuzz.corpus import ADMIN as ADMIN_SEEDS
 from tests.fuzz.corpus import AGENT as AGENT_SEEDS
 from tests.fuzz.corpus import Attack, attack
+from tests.fuzz.schema import SchemaFuzz
 from tests.tiny import make_tiny_model
 
 SECONDS = 10
 """An answer that takes longer is a hang."""
 AT_ONCE = 16
+EXAMPLES_SHARE = 120
+"""Of the requests: those that each operation of the OpenAPI document gets beside them, right and wrong ones each."""
 RESET = b"reset"
 """What stands for the answer when the connection was reset: refused before its body was read, as HTTP/1.1 allows."""
 MAX_RSS = 1.2e9
@@ -65,6 +68,9 @@ class Tally:
     wrong: list[str] = field(default_factory=list)
     statuses: Counter[int] = field(default_factory=Counter)
     kinds: Counter[str] = field(default_factory=Counter)
+    by_document: int = 0
+    """Of `requests`: those that schemathesis made from the OpenAPI document."""
+    document_statuses: Counter[int] = field(default_factory=Counter)
 
 
 @dataclass
@@ -160,6 +166,9 @@ class Fuzz:
                 await admin.delete_models()
                 await admin.register_models([EngineModel(model="tiny", endpoint=honest, kind="leyden")])
                 await self._still_serving(gateway, admin, http)
+                # Last, since its requests register and remove engines, and pause.
+                await asyncio.to_thread(self._by_document, gateway.url, count // EXAMPLES_SHARE)
+                await gateway.ready(http)
             self._check_log(log)
         finally:
             gateway.stop()
@@ -203,6 +212,15 @@ class Fuzz:
                     self.tally.kinds[a.kind] += 1
                     group.create_task(one(a, self.tally.requests))
             done += batch
+
+    def _by_document(self, url: str, examples: int) -> None:
+        made = SchemaFuzz(url, ADMIN, self._seed)
+        made.run(examples)
+        self.tally.by_document, self.tally.document_statuses = made.requests, made.statuses
+        self.tally.requests += made.requests
+        self.tally.server_errors += made.server_errors
+        self.tally.hangs += made.hangs
+        self.tally.wrong += made.wrong
 
     def _wrong(self, a: Attack, number: int, what: str) -> None:
         self._failures.mkdir(parents=True, exist_ok=True)
@@ -280,6 +298,7 @@ def main() -> int:
     for line in tally.wrong[:40]:
         print(line)
     print(f"seed {given.seed}, statuses {dict(sorted(tally.statuses.items()))}, kinds {dict(tally.kinds)}")
+    print(f"by the document {tally.by_document}, statuses {dict(sorted(tally.document_statuses.items()))}")
     print(f"engine_faults={tally.engine_faults} wrong={len(tally.wrong)}")
     print(f"fuzz: requests={tally.requests} server_errors={tally.server_errors} hangs={tally.hangs}")
     return bool(tally.wrong or tally.requests < given.requests)
