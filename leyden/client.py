@@ -182,8 +182,9 @@ class LeydenClient:
     async def models(self) -> list[RegisteredEngine]:
         return _MODELS.validate_json(await self._call("GET", "/api/models"))
 
-    async def delete_models(self) -> None:
-        await self._call("DELETE", "/api/models")
+    async def delete_models(self, model: str | None = None, endpoint: str | None = None) -> None:
+        """Forget engines: those of a model, at an endpoint, or all."""
+        await self._call("DELETE", "/api/models", query={"model": model, "endpoint": endpoint})
 
     async def pause(self, request: PauseRequest) -> PauseState:
         return PauseState.model_validate_json(await self._call("POST", "/proxy/pause", request))

@@ -230,8 +230,8 @@ def _add_service(app: FastAPI, gateway: Gateway) -> None:
         return gateway.registered()
 
     @app.delete("/api/models", status_code=204, dependencies=only_admin)
-    async def clear() -> Response:
-        await gateway.clear_engines()
+    async def remove(model: str | None = None, endpoint: str | None = None) -> Response:
+        await gateway.remove_engines(model, endpoint)
         return Response(status_code=204)
 
     @app.post("/proxy/pause", dependencies=only_admin)

@@ -17,7 +17,7 @@ from leyden.gateway.attempts import Call, LiveAttempt
 from leyden.gateway.calls import closed_error
 from leyden.gateway.delivery import ClientGone, Delivery, Receive, Send, send_json
 from leyden.gateway.dialects.anthropic import AnthropicMessages
-from leyden.gateway.dialects.base import Context, Dialect, ModelRequest
+from leyden.gateway.dialects.base import NOTHING, Context, Dialect, ModelRequest
 from leyden.gateway.dialects.gemini import COUNT, GENERATE, STREAM, Gemini
 from leyden.gateway.dialects.openai_chat import OpenAIChat
 from leyden.gateway.dialects.openai_completions import OpenAICompletions
@@ -95,6 +95,8 @@ class AgentApp:
             query = dict(parse_qsl(scope.get("query_string", b"").decode("latin-1")))
             rest = unquote(found["rest"]).rstrip("/")
             key = key_from_headers(scope["headers"])
+            if key is None and found["family"] == "gemini":
+                key = query.get("key", "").strip() or None  # As its own clients send it.
             exchange = _Exchange(headers, key, target, rest, query, receive, send)
             route = (found["family"], _ANY_MODEL.sub(r"models/*:", rest))
             if route in self._calls:
@@ -144,11 +146,14 @@ class AgentApp:
         gateway = self._gateway
         live = await gateway.attempt_for_call(exchange.key, exchange.target)
         body = await _read_json(exchange.receive)
+        refers = dialect.refers_to(body)
+        answers, continued = await gateway.referred(live, refers) if refers is not NOTHING else ({}, None)
         context = Context(
             headers={k: v for k, v in exchange.headers.items() if k not in _SECRET_HEADERS},
             path=exchange.rest,
             query=exchange.query,
-            earlier=await gateway.earlier_calls(live, dialect.refers_to(body)),
+            answers=answers,
+            continued=continued,
         )
         request = dialect.parse(body, context)
         request.headers, request.body = context.headers, body

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -14,7 +15,7 @@ import numpy as np
 
 from leyden.gateway.canonical import request_keys
 from leyden.gateway.conversation import Forest, Link, Request
-from leyden.gateway.dialects.base import Answer
+from leyden.gateway.dialects.base import Answer, Asked
 from leyden.gateway.errors import NotFound
 from leyden.gateway.lifecycle import Phase
 from leyden.gateway.memory import Memory
@@ -28,6 +29,10 @@ IDLE_SECONDS = 900
 
 MAX_LIVE = 4096
 """Attempts kept in memory; of more, idle ones leave and are loaded again when they are needed."""
+
+
+ASKED_KEPT = 8
+"""Conversations that are continued by naming their last call, and that begin alike, share their messages."""
 
 
 @dataclass(slots=True, eq=False)
@@ -54,6 +59,8 @@ class LiveAttempt:
     forest: Forest = field(default_factory=Forest)
     bodies: Memory[list[bytes]] = field(default_factory=Memory)
     """Values of request bodies of late, and their hashes."""
+    asked: OrderedDict[str, Asked] = field(default_factory=OrderedDict)
+    """By call: what the last few were asked whose clients may name them instead of sending that again."""
     kinds: dict[str, str] = field(default_factory=dict)
     """By call: what it was for."""
     main_session: str | None = None
@@ -75,6 +82,12 @@ class LiveAttempt:
         self.next_seq = max(self.next_seq, seq + 1)
         if first == self.seen + 1:
             self.seen = last
+
+    def note_asked(self, call_id: str, asked: Asked) -> None:
+        """Keep what a call was asked for clients that go on by naming it."""
+        self.asked[call_id] = asked
+        if len(self.asked) > ASKED_KEPT:
+            self.asked.popitem(last=False)
 
     def take_seq(self) -> int:
         self.next_seq += 1

@@ -14,7 +14,7 @@ import numpy as np
 from leyden.gateway.attempts import LiveAttempt
 from leyden.gateway.classify import classify, session
 from leyden.gateway.conversation import Link, Plan
-from leyden.gateway.dialects.base import Answer, Choice, ModelRequest, TokenLogprob
+from leyden.gateway.dialects.base import Answer, Asked, Choice, ModelRequest, TokenLogprob
 from leyden.gateway.engines.client import EngineTimeout
 from leyden.gateway.engines.integrity import Sample, empty_sample
 from leyden.gateway.engines.protocol import Ask, Chat, Said
@@ -246,7 +246,9 @@ class CallMaker:
         hashes = [r.hash for r in stored.messages]
         raw_hashes = stored.raw.hashes()
         job.live.bodies.keep(stored.values, [r.hash for r in stored.raw.refs])
-        remember(job.live.forest, job.request, job.prompt, hashes)
+        messages = remember(job.live.forest, job.request, job.prompt, hashes)
+        if job.request.may_be_continued:
+            job.live.note_asked(job.call_id, Asked(messages, job.request.instructed))
         if job.relation.parent is not None:
             job.relation.parent.delivered = True
         for commit, (sample, _), said in zip(commits, samples, parsed, strict=True):

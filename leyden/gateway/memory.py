@@ -47,8 +47,11 @@ class Memory(Generic[T]):
                 best, most = known, same
         return best, most
 
-    def keep(self, values: list[Any], made: T, tag: Any = None) -> None:
-        """Remember a list; it takes the place of one that it goes on from, else of the oldest."""
+    def keep(self, values: list[Any], made: T, tag: Any = None) -> list[Any]:
+        """Remember a list; it takes the place of one that it goes on from, else of the oldest.
+
+        Returns an equal list that shares its elements with the one that it goes on from.
+        """
         known, same = self.match(values, tag)
         if known is not None and same == len(known.values):
             self._known.remove(known)
@@ -57,3 +60,4 @@ class Memory(Generic[T]):
         elif len(self._known) >= self._size:
             self._known.pop(0)
         self._known.append(Known(values, tag, made))
+        return values

@@ -9,7 +9,7 @@ import numpy as np
 
 from leyden.gateway.canonical import request_keys
 from leyden.gateway.conversation import Forest, Ids, Request
-from leyden.gateway.dialects.base import ModelRequest
+from leyden.gateway.dialects.base import Message, ModelRequest
 from leyden.gateway.errors import Invalid
 from leyden.gateway.renderer import ModelRenderer, Prompt, prompt_key
 from leyden.schema import CaptureConfig
@@ -70,10 +70,14 @@ async def make_prompt(
     return prompt
 
 
-def remember(forest: Forest, request: ModelRequest, prompt: Prompt, hashes: list[bytes]) -> None:
-    """Note a recorded request, so that the next one of its conversation is recognised by its new messages."""
-    if request.prompt is None:
-        forest.requests.keep(request.messages, Request(prompt.plan.keys, hashes), request.tools)
+def remember(forest: Forest, request: ModelRequest, prompt: Prompt, hashes: list[bytes]) -> list[Message]:
+    """Note a recorded request, so that the next one of its conversation is recognised by its new messages.
+
+    Returns its messages, those that the conversation had before as the same objects.
+    """
+    if request.prompt is not None:
+        return request.messages
+    return forest.requests.keep(request.messages, Request(prompt.plan.keys, hashes), request.tools)
 
 
 async def _given(renderer: ModelRenderer, forest: Forest, given: str | list[int], hold: bool) -> Prompt:

@@ -15,7 +15,7 @@ from leyden.errors import PreflightError
 from leyden.gateway import keys
 from leyden.gateway.attempts import Call, LiveAttempt, LiveAttempts
 from leyden.gateway.calls import CallMaker, Counters
-from leyden.gateway.dialects.base import Answer, Choice, ModelRequest
+from leyden.gateway.dialects.base import Answer, Asked, Choice, Message, ModelRequest, Refers
 from leyden.gateway.engines.client import EngineClient
 from leyden.gateway.engines.probe import Probes
 from leyden.gateway.engines.registry import EngineRegistry
@@ -285,11 +285,10 @@ class Gateway:
             )
         return out
 
-    async def clear_engines(self) -> None:
-        await self.store.clear_models()
-        self.engines.set([])
-        self.probes.keep(())
-        self._client.keep(())
+    async def remove_engines(self, model: str | None = None, endpoint: str | None = None) -> None:
+        """Forget engines: those of a model, at an endpoint, or all. Calls that they work on go on."""
+        await self.store.remove_models(model, endpoint)
+        await self._take_engines()
 
     def max_model_len(self) -> int | None:
         engine = self.engines.max_model_len()
@@ -317,13 +316,21 @@ class Gateway:
             self.live.note_key(digest, live)
         return live
 
-    async def earlier_calls(self, live: LiveAttempt, call_ids: Sequence[str]) -> dict[str, StoredCall]:
-        """Those of the attempt's recorded calls that are named, with their messages."""
-        if not call_ids:
-            return {}
-        wanted = set(call_ids)
-        stored = await self.store.attempt_calls(live.info.rollout_id, live.info.attempt_id)
-        return {c.call_id: c for c in stored if c.call_id in wanted}
+    async def referred(self, live: LiveAttempt, refers: Refers) -> tuple[dict[str, Message], Asked | None]:
+        """What the named calls of the attempt said, and what the one that is continued was asked.
+
+        Answers are in memory, as is what the last calls were asked; for an older one its request alone is read.
+        """
+        names = [*refers.answers, *([refers.continued] if refers.continued is not None else [])]
+        nodes = {name: live.forest.nodes.get(name) for name in names}
+        answers = {n: node.answer for n, node in nodes.items() if node is not None and node.finish_reason != "error"}
+        if refers.continued is None or refers.continued not in answers:
+            return answers, None
+        asked = live.asked.get(refers.continued)
+        if asked is None:
+            info = live.info
+            asked = await self.store.asked(info.rollout_id, info.attempt_id, refers.continued)
+        return answers, asked
 
     async def count_tokens(self, live: LiveAttempt, request: ModelRequest) -> int:
         """How many tokens the prompt of this request has. Nothing is recorded."""

@@ -214,6 +214,12 @@ async def test_an_engine_that_dies_in_a_begun_stream_is_an_error_event(world_mak
         ({"max_tokens": "many"}, "max_tokens"),
         ({"stop_sequences": [1]}, "stop_sequences"),
         ({"stream": "yes"}, "stream"),
+        ({"temperature": "0.7"}, "temperature"),
+        ({"temperature": True}, "temperature"),
+        ({"top_p": {}}, "top_p"),
+        ({"top_k": 1.5}, "top_k"),
+        ({"top_k": "5"}, "top_k"),
+        ({"thinking": "adaptive"}, "thinking"),
     ],
 )
 async def test_what_would_change_the_meaning_is_refused_by_name(

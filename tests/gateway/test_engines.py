@@ -506,6 +506,28 @@ async def test_a_new_version_is_no_reason_to_ask_an_engine_again(world_maker: Ma
         assert len(asked) == 2
 
 
+async def test_engines_are_forgotten_by_model_by_address_or_all(world: World) -> None:
+    here = [("a", "1"), ("a", "2"), ("b", "1"), ("b", "3")]
+
+    async def left() -> list[tuple[str, str]]:
+        return sorted((m.model, m.endpoint[-1]) for m in await world.admin.models() if m.model != "tiny")
+
+    for model, number in here:
+        await world.admin.register_models([EngineModel(model=model, endpoint=f"http://127.0.0.1:9/{number}", kind="leyden")])  # fmt: skip
+    await world.admin.delete_models(model="never-was")
+    assert await left() == here
+    await world.admin.delete_models(model="a", endpoint="http://127.0.0.1:9/2")
+    assert await left() == [("a", "1"), ("b", "1"), ("b", "3")]
+    await world.admin.delete_models(model="b")
+    assert await left() == [("a", "1")]
+    claim = await world.claim()
+    assert (await world.chat(claim.agent_key, {"messages": USER}))[0] == 200
+    await world.admin.delete_models(endpoint="http://127.0.0.1:9/1")
+    assert [m.model for m in await world.admin.models()] == ["tiny"]
+    await world.admin.delete_models()
+    assert await world.admin.models() == []
+
+
 async def test_the_rollouts_of_an_engine_that_dies_move_to_the_others(world: World) -> None:
     dead = EngineModel(model="tiny", endpoint="http://127.0.0.1:9/v1", kind="leyden")
     await world.admin.register_models([dead])

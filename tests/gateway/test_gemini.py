@@ -10,7 +10,7 @@ import pytest
 from leyden.gateway.dialects.base import Context
 from leyden.gateway.dialects.gemini import Gemini
 from leyden.schema import CallRecord
-from tests.gateway.conftest import MakeWorld, World
+from tests.gateway.conftest import MakeWorld, World, everything_stored
 from tests.gateway.scripted_engine import Reply
 
 BASE = "/gemini/v1beta/models/gemini-3-pro"
@@ -115,6 +115,34 @@ async def test_all_versions_that_clients_ask_for_are_served(world: World, versio
     assert [(await world.chat(claim.agent_key, ASK, p))[0] for p in (path, own)] == [200, 200]
 
 
+async def test_a_key_may_come_in_the_address_and_goes_no_further(
+    world_maker: MakeWorld, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with world_maker() as world:
+        claim = await world.claim()
+        key = claim.agent_key
+
+        async def status(path: str, method: str = "POST", **headers: str) -> int:
+            body = ASK if method == "POST" else None
+            async with world.http.request(method, world.url + path, json=body, headers=headers) as got:
+                assert key not in await got.text()
+                return got.status
+
+        assert await status(f"{BASE}:generateContent?key={key}") == 200
+        assert await status(f"{BASE}:streamGenerateContent?alt=sse&key={key}") == 200
+        assert await status(f"/gemini/v1beta/models?key={key}", "GET") == 200
+        assert await status(f"/gemini/v1beta/nothing?key={key}") == 404
+        assert await status(f"{BASE}:generateContent?key=wrong") == 401
+        assert await status(f"{BASE}:generateContent?key=") == 401
+        # A key in a header is the one that counts, and other dialects know no other place.
+        assert await status(f"{BASE}:generateContent?key={key}", **{"x-goog-api-key": "wrong"}) == 401
+        assert await status(f"/openai/v1/models?key={key}", "GET") == 401
+        assert await status(f"/anthropic/v1/models?key={key}", "GET") == 401
+        assert len(await recorded(world, claim.rollout.rollout_id)) == 2
+        assert key not in caplog.text and key.encode() not in await everything_stored(world)
+        assert key not in str(world.engine.headers) + str(world.engine.requests)
+
+
 async def test_counting_tokens_is_no_call(world: World) -> None:
     claim = await world.claim()
     _, counted, _ = await post(world, claim.agent_key, "countTokens", {"generateContentRequest": ASK})
@@ -174,6 +202,13 @@ async def test_signs_of_life_come_before_the_answer(world_maker: MakeWorld) -> N
         ({"cachedContent": "c"}, "cachedContent"),
         ({"generationConfig": {"maxOutputTokens": 0}}, "maxOutputTokens"),
         ({"generationConfig": {"responseMimeType": "text/x.enum"}}, "responseMimeType"),
+        ({"generationConfig": {"temperature": "1"}}, "temperature"),
+        ({"generationConfig": {"topP": True}}, "topP"),
+        ({"generation_config": {"top_k": "64"}}, "topK"),
+        ({"generationConfig": {"seed": 1.5}}, "seed"),
+        ({"generationConfig": {"thinkingConfig": 1}}, "thinkingConfig"),
+        ({"generationConfig": {"responseModalities": ["IMAGE"]}}, "responseModalities"),
+        ({"generationConfig": {"responseLogprobs": True}}, "responseLogprobs"),
     ],
 )
 async def test_what_would_change_the_meaning_is_refused_by_name(
@@ -195,7 +230,7 @@ def test_both_spellings_and_capital_types_are_read() -> None:
         "system_instruction": {"parts": {"text": "S"}},
         "tools": [{"function_declarations": [function]}],
         "tool_config": {"functionCallingConfig": {"mode": "ANY", "allowedFunctionNames": ["f"]}},
-        "generation_config": {"maxOutputTokens": 7, "stopSequences": ["X"], "responseSchema": {"type": "OBJECT"}},
+        "generation_config": {"max_output_tokens": 7, "stopSequences": ["X"], "response_schema": {"type": "OBJECT"}},
     }
     request = Gemini().parse(body, Context(path="models/a/b:generateContent"))
     assert (request.model, request.messages[0]) == ("a/b", {"role": "system", "content": "S"})

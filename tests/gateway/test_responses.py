@@ -185,6 +185,50 @@ async def test_instructions_belong_to_their_own_call(world: World) -> None:
     assert said(calls[2]) == turns
 
 
+@pytest.mark.parametrize("instructions", [None, "Be brief.", "Be brief. " * 40])
+async def test_a_named_response_costs_no_look_at_the_whole_attempt(
+    world_maker: MakeWorld, monkeypatch: pytest.MonkeyPatch, instructions: str | None
+) -> None:
+    looked: list[str] = []
+    more: Any = {"instructions": instructions} if instructions else {}
+    async with world_maker() as world:
+        claim = await world.claim()
+        agent, store = world.agent(claim.agent_key), world.gateway.store
+        first = await agent.responses.create(model="m", input="0", **more)
+        names = ("attempt_calls", "asked")
+        if not store.shared:  # Else each call asks for what other gateways recorded.
+            for name in names:
+                monkeypatch.setattr(store, name, lambda *_, name=name, **__: looked.append(name))
+        last, items = first, []
+        for turn in range(1, 6):
+            last = await agent.responses.create(model="m", input=str(turn), previous_response_id=last.id, **more)
+            items.append({"type": "item_reference", "id": last.output[0].id})
+        listed = [{"role": "user", "content": "x"}, *items, {"role": "user", "content": "y"}]
+        await agent.responses.create(model="m", input=listed)
+        assert looked == []
+    async with world_maker() as world:  # What was asked isn't in memory any more.
+        agent = world.agent(claim.agent_key)
+        await agent.responses.create(model="m", input="6", previous_response_id=last.id)
+        await agent.responses.create(model="m", input="branch", previous_response_id=first.id)
+        calls = await recorded(world, claim.rollout.rollout_id)
+        turns = [(role, text) for i in range(6) for role, text in (("user", str(i)), ("assistant", "ok"))]
+        assert said(calls[7]) == [*turns, ("user", "6")]
+        assert said(calls[8]) == [*turns[:2], ("user", "branch")]
+        assert [c.parent is not None for c in calls[1:6]] == [True] * 5
+
+
+async def test_a_response_that_failed_cant_be_continued(world_maker: MakeWorld) -> None:
+    async with world_maker(keepalive_seconds=0.05) as world:
+        claim = await world.claim()
+        await world.admin.pause(PauseRequest(owner="t", lease_seconds=0.2))
+        world.engine.say(Reply(cut=True))
+        failed = (await events_of_failure(world, claim.agent_key))[-1]["response"]["id"]
+    for _ in range(2):  # As recorded, and as read back.
+        async with world_maker() as world:
+            with pytest.raises(openai.BadRequestError, match="not found"):
+                await world.agent(claim.agent_key).responses.create(**ASK, previous_response_id=failed)
+
+
 async def test_references_outlive_a_restart_and_stay_within_their_attempt(world_maker: MakeWorld) -> None:
     async with world_maker() as world:
         claim, other = await world.claim(), await world.claim()
@@ -319,6 +363,11 @@ async def test_two_different_prompts_at_once_get_their_own_answers(world: World)
         ({"previous_response_id": "resp_unknown"}, "resp_unknown"),
         ({"previous_response_id": 7}, "'7'"),
         ({"instructions": 7}, "instructions"),
+        ({"temperature": "hot"}, "temperature"),
+        ({"top_p": [1]}, "top_p"),
+        ({"reasoning": "high"}, "reasoning"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"include": ["message.output_text.logprobs"]}, "include"),
     ],
 )
 async def test_what_would_change_the_meaning_is_refused_by_name(

@@ -11,7 +11,17 @@ from typing import Any
 import orjson
 
 from leyden.gateway.dialects import fields
-from leyden.gateway.dialects.base import EVENTS, Answer, Choice, Context, Message, ModelRequest, ToolChoice
+from leyden.gateway.dialects.base import (
+    EVENTS,
+    NOTHING,
+    Answer,
+    Choice,
+    Context,
+    Message,
+    ModelRequest,
+    Refers,
+    ToolChoice,
+)
 from leyden.gateway.errors import Refused
 
 _SAMPLING = ("temperature", "top_p", "top_k", "max_tokens", "stop_sequences", "thinking")
@@ -25,6 +35,8 @@ _KINDS = {
     504: "timeout_error",
 }
 _CHOICES: dict[str, ToolChoice] = {"auto": "auto", "any": "required", "none": "none", "tool": "required"}
+_ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
+"""Harnesses put notes to the model between the turns; those keep their place."""
 _PING = fields.event({"type": "ping"}, "ping")
 
 
@@ -33,8 +45,8 @@ class AnthropicMessages:
 
     name = "anthropic-messages"
 
-    def refers_to(self, body: dict[str, Any]) -> Sequence[str]:
-        return ()
+    def refers_to(self, body: dict[str, Any]) -> Refers:
+        return NOTHING
 
     def parse(self, body: dict[str, Any], context: Context) -> ModelRequest:
         if body.get("mcp_servers"):
@@ -50,6 +62,9 @@ class AnthropicMessages:
             messages += _message(value, f"messages[{i}]")
         tools = _tools(fields.listing(body, "tools"))
         choice = fields.mapping(body, "tool_choice")
+        fields.numbers(body, ("temperature", "top_p"))
+        fields.count(body, "top_k", -1)
+        fields.mapping(body, "thinking")
         called, only = _tool_choice(choice, [t["function"]["name"] for t in tools or ()])
         return ModelRequest(
             model=fields.text(body, "model", "default"),
@@ -255,8 +270,9 @@ def _message(value: Any, where: str) -> list[Message]:
     if not isinstance(value, dict):
         raise Refused(f"{where} must be an object", param=where)
     role, content = value.get("role"), value.get("content")
-    if role not in ("user", "assistant", "system"):
-        raise Refused(f"{where}: role {role!r} isn't one of user, assistant, system", param=where)
+    role = _ROLES.get(fields.word(role))
+    if role is None:
+        raise Refused(f"{where}: role {value.get('role')!r} isn't one of {', '.join(_ROLES)}", param=where)
     if content is None or isinstance(content, str):
         return [{"role": role, "content": content or ""}]
     if not isinstance(content, list):

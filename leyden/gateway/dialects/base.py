@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from leyden.gateway.errors import Refused
-from leyden.gateway.store.records import StoredCall
 
 Message = dict[str, Any]
 """`role` (system, user, assistant, tool), `content`, and where given `name`, `tool_calls`, `tool_call_id`,
@@ -44,6 +43,10 @@ class ModelRequest:
     """Sampling parameters as the client asked for them."""
     echo: dict[str, Any] = field(default_factory=dict)
     """What the dialect needs of the request to write its answer."""
+    may_be_continued: bool = False
+    """Whether a later request may name this one's answer instead of sending the conversation again."""
+    instructed: bool = False
+    """Whether the first message is for this call alone, not for those that continue it so."""
     headers: Mapping[str, str] = field(default_factory=dict)
     """Request headers, names in lower case, without keys."""
     body: dict[str, Any] = field(default_factory=dict)
@@ -90,6 +93,25 @@ class Answer:
     prompt_tokens: int
 
 
+@dataclass(frozen=True, slots=True)
+class Refers:
+    """Earlier calls of the attempt that a request names: one that it continues, and others whose answers it repeats."""
+
+    continued: str | None = None
+    answers: Sequence[str] = ()
+
+
+NOTHING = Refers()
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What an earlier call was asked. `instructed`: its first message was for that call alone."""
+
+    messages: Sequence[Message]
+    instructed: bool
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Context:
     """What a dialect may know of a request beside its body."""
@@ -98,8 +120,10 @@ class Context:
     path: str = ""
     """What follows the dialect's prefix, such as `models/NAME:generateContent`."""
     query: Mapping[str, str] = field(default_factory=dict)
-    earlier: Mapping[str, StoredCall] = field(default_factory=dict)
-    """The calls named by `Dialect.refers_to` that the attempt has, messages included."""
+    answers: Mapping[str, Message] = field(default_factory=dict)
+    """What the calls named by `Dialect.refers_to` said, of those that the attempt has."""
+    continued: Asked | None = None
+    """What the call was asked that the request continues; None when the attempt has no such call."""
 
 
 EVENTS = b"text/event-stream; charset=utf-8"
@@ -124,8 +148,8 @@ class Dialect(Protocol):
 
     name: str
 
-    def refers_to(self, body: dict[str, Any]) -> Sequence[str]:
-        """Ids of earlier calls of the attempt that `parse` needs. Unreadable ones are left for `parse` to refuse."""
+    def refers_to(self, body: dict[str, Any]) -> Refers:
+        """Earlier calls of the attempt that `parse` needs. Unreadable ids are left for `parse` to refuse."""
         ...
 
     def parse(self, body: dict[str, Any], context: Context) -> ModelRequest:

@@ -61,6 +61,12 @@ def number(body: dict[str, Any], name: str) -> float | None:
     return float(value)
 
 
+def numbers(body: dict[str, Any], names: Sequence[str]) -> None:
+    """Refuse those of the named fields that are given and aren't finite numbers."""
+    for name in names:
+        number(body, name)
+
+
 def mapping(body: dict[str, Any], name: str) -> dict[str, Any]:
     """An object field; empty when absent or null."""
     value = body.get(name)

@@ -10,7 +10,18 @@ from typing import Any
 import orjson
 
 from leyden.gateway.dialects import fields
-from leyden.gateway.dialects.base import EVENTS, Answer, Choice, Context, Message, ModelRequest, Stream, ToolChoice
+from leyden.gateway.dialects.base import (
+    EVENTS,
+    NOTHING,
+    Answer,
+    Choice,
+    Context,
+    Message,
+    ModelRequest,
+    Refers,
+    Stream,
+    ToolChoice,
+)
 from leyden.gateway.errors import Refused
 
 _SAMPLING = ("temperature", "topP", "topK", "maxOutputTokens", "stopSequences", "candidateCount", "seed")
@@ -36,8 +47,8 @@ class Gemini:
 
     name = "gemini"
 
-    def refers_to(self, body: dict[str, Any]) -> Sequence[str]:
-        return ()
+    def refers_to(self, body: dict[str, Any]) -> Refers:
+        return NOTHING
 
     def parse(self, body: dict[str, Any], context: Context) -> ModelRequest:
         model, _, method = context.path.removeprefix("models/").rpartition(":")
@@ -45,7 +56,15 @@ class Gemini:
             body = body["generateContentRequest"]  # One of the two forms in which tokens are counted.
         if _either(body, "cachedContent"):
             raise fields.unsupported("cachedContent", "send the contents")
-        config = fields.mapping(body, _name(body, "generationConfig"))
+        given = fields.mapping(body, _name(body, "generationConfig"))
+        config = {_camel(name): value for name, value in given.items()}
+        fields.numbers(config, ("temperature", "topP", "topK", "presencePenalty", "frequencyPenalty"))
+        fields.count(config, "seed", -(2**63))
+        fields.mapping(config, "thinkingConfig")
+        if any(kind != "TEXT" for kind in fields.listing(config, "responseModalities")):
+            raise fields.unsupported("generationConfig.responseModalities", "this model writes text only")
+        if fields.flag(config, "responseLogprobs"):
+            raise fields.unsupported("generationConfig.responseLogprobs", "Chat Completions gives them (logprobs)")
         messages = _system(_either(body, "systemInstruction"))
         contents = fields.listing(body, "contents")
         if not contents:
@@ -282,11 +301,11 @@ def _schema(value: Any) -> Any:
 
 
 def _format(config: dict[str, Any]) -> dict[str, Any] | None:
-    schema = _either(config, "responseJsonSchema")
-    schema = schema if schema is not None else _schema(_either(config, "responseSchema"))
+    schema = config.get("responseJsonSchema")
+    schema = schema if schema is not None else _schema(config.get("responseSchema"))
     if isinstance(schema, dict):
         return {"type": "json_schema", "name": "answer", "schema": schema}
-    kind = _either(config, "responseMimeType")
+    kind = config.get("responseMimeType")
     if kind in (None, "text/plain"):
         return None
     if kind == "application/json":

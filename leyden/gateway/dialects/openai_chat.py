@@ -8,7 +8,18 @@ from typing import Any
 import orjson
 
 from leyden.gateway.dialects import fields
-from leyden.gateway.dialects.base import EVENTS, Answer, Choice, Context, Message, ModelRequest, Stream, ToolChoice
+from leyden.gateway.dialects.base import (
+    EVENTS,
+    NOTHING,
+    Answer,
+    Choice,
+    Context,
+    Message,
+    ModelRequest,
+    Refers,
+    Stream,
+    ToolChoice,
+)
 from leyden.gateway.errors import Refused
 
 MAX_CHOICES = 128
@@ -16,6 +27,7 @@ _SAMPLING = (
     "temperature top_p top_k min_p max_tokens max_completion_tokens n seed stop presence_penalty frequency_penalty"
     " repetition_penalty logit_bias logprobs top_logprobs"
 ).split()
+_NUMBERS = "temperature top_p min_p presence_penalty frequency_penalty repetition_penalty".split()
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 _KINDS = {
     401: "authentication_error",
@@ -31,8 +43,8 @@ class OpenAIChat:
 
     name = "openai-chat"
 
-    def refers_to(self, body: dict[str, Any]) -> Sequence[str]:
-        return ()
+    def refers_to(self, body: dict[str, Any]) -> Refers:
+        return NOTHING
 
     def parse(self, body: dict[str, Any], context: Context) -> ModelRequest:
         _refuse_unsupported(body)
@@ -173,9 +185,10 @@ def _logprobs(choice: Choice) -> dict[str, Any] | None:
 
 def common(body: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
     """What chat and text completions have in common, as fields of a ModelRequest."""
-    for name in ("temperature", "top_p", "presence_penalty", "frequency_penalty"):
-        fields.number(body, name)
+    fields.numbers(body, _NUMBERS)
     fields.count(body, "seed", -(2**63))
+    fields.count(body, "top_k", -1)
+    fields.mapping(body, "logit_bias")
     return {
         "stream": fields.flag(body, "stream"),
         "include_usage": fields.flag(options, "include_usage"),
@@ -190,7 +203,7 @@ def _refuse_unsupported(body: dict[str, Any]) -> None:
     """Refuse what would change the meaning of the answer. Fields that are only hints are ignored."""
     if body.get("functions") or body.get("function_call"):
         raise fields.unsupported("functions", "use tools")
-    if body.get("top_logprobs"):
+    if fields.count(body, "top_logprobs", 0):
         raise fields.unsupported("top_logprobs", "only log-probabilities of the sampled tokens are recorded")
     modalities = fields.listing(body, "modalities")
     if body.get("audio") or any(m != "text" for m in modalities):

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import orjson
 
 from leyden.gateway.dialects import fields
-from leyden.gateway.dialects.base import EVENTS, Answer, Context, Message, ModelRequest, Stream, ToolChoice
+from leyden.gateway.dialects.base import EVENTS, Answer, Context, Message, ModelRequest, Refers, Stream, ToolChoice
 from leyden.gateway.dialects.openai_chat import OpenAIChat, error_body
 from leyden.gateway.dialects.responses_items import RESPONSE, Conversation, Tools, history, output_items, referred
 from leyden.gateway.errors import Refused
@@ -28,7 +28,7 @@ class OpenAIResponses(OpenAIChat):
 
     name = "openai-responses"
 
-    def refers_to(self, body: dict[str, Any]) -> Sequence[str]:
+    def refers_to(self, body: dict[str, Any]) -> Refers:
         return referred(body)
 
     def parse(self, body: dict[str, Any], context: Context) -> ModelRequest:
@@ -38,12 +38,12 @@ class OpenAIResponses(OpenAIChat):
         tools = Tools()
         for i, value in enumerate(fields.listing(body, "tools")):
             tools.add(value, f"tools[{i}]")
-        conversation = Conversation(context.earlier, tools)
+        conversation = Conversation(context.answers, tools)
         instructions = fields.text(body, "instructions", "")
         if instructions:
             conversation.messages.append({"role": "system", "content": instructions})
         if body.get("previous_response_id") is not None:
-            conversation.messages += history(body["previous_response_id"], context.earlier)
+            conversation.messages += history(body["previous_response_id"], context)
         given = body.get("input")
         if isinstance(given, str):
             conversation.messages.append({"role": "user", "content": given})
@@ -54,6 +54,12 @@ class OpenAIResponses(OpenAIChat):
             raise Refused("input must be text or a non-empty list of items", param="input")
         choice, only = _tool_choice(body.get("tool_choice"), tools)
         include = fields.listing(body, "include")
+        fields.numbers(body, ("temperature", "top_p"))
+        fields.mapping(body, "reasoning")
+        if fields.count(body, "top_logprobs", 0):
+            raise fields.unsupported("top_logprobs", "only log-probabilities of the sampled tokens are recorded")
+        if "message.output_text.logprobs" in include:
+            raise fields.unsupported("include", "log-probabilities are given by Chat Completions (logprobs)")
         parallel = body.get("parallel_tool_calls")
         return ModelRequest(
             model=fields.text(body, "model", "default"),
@@ -66,6 +72,8 @@ class OpenAIResponses(OpenAIChat):
             stream=fields.flag(body, "stream"),
             max_tokens=fields.count(body, "max_output_tokens", 1),
             requested=fields.asked(body, _SAMPLING),
+            may_be_continued=body.get("store") is not False,
+            instructed=bool(instructions),
             echo={
                 "response": fields.asked(body, _ECHOED),
                 "tools": tools,

@@ -14,9 +14,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from leyden.gateway.dialects import fields
-from leyden.gateway.dialects.base import Message
+from leyden.gateway.dialects.base import Context, Message, Refers
 from leyden.gateway.errors import Refused
-from leyden.gateway.store.records import StoredCall
 
 RESPONSE, MESSAGE, REASONING, FUNCTION = "resp_", "msg_", "rs_", "fc_"
 _SEALED = "leyden.1."
@@ -100,38 +99,37 @@ def call_of(item_id: Any) -> str | None:
     return None
 
 
-def referred(body: dict[str, Any]) -> list[str]:
+def referred(body: dict[str, Any]) -> Refers:
     """The calls whose record is needed to read `body`."""
-    ids = [body.get("previous_response_id")]
-    given = body.get("input")
+    given, answers = body.get("input"), []
     if isinstance(given, list):
-        ids += [i.get("id") for i in given if isinstance(i, dict) and i.get("type") == "item_reference"]
-    return [call for item_id in ids if (call := call_of(item_id)) is not None]
+        named = [i.get("id") for i in given if isinstance(i, dict) and i.get("type") == "item_reference"]
+        answers = [call for item_id in named if (call := call_of(item_id)) is not None]
+    return Refers(call_of(body.get("previous_response_id")), answers)
 
 
-def history(previous: Any, earlier: Mapping[str, StoredCall]) -> list[Message]:
+def history(previous: Any, context: Context) -> list[Message]:
     """The conversation up to and with the response `previous`, without the instructions that were only that call's.
 
     Raises:
         Refused: 400, code previous_response_not_found.
     """
-    call = earlier.get(call_of(previous) or "")
-    if call is None or call.response is None:
+    before, said = context.continued, context.answers.get(call_of(previous) or "")
+    if before is None or said is None:
         raise Refused(
             f"Previous response with id '{previous}' not found: it isn't one of this attempt's",
             code="previous_response_not_found",
             param="previous_response_id",
         )
-    messages = call.messages[1:] if (call.raw or {}).get("instructions") else call.messages
-    return [*messages, call.response]
+    return [*before.messages[1 if before.instructed else 0 :], said]
 
 
 class Conversation:
     """Collects input items into messages."""
 
-    def __init__(self, earlier: Mapping[str, StoredCall], tools: Tools) -> None:
+    def __init__(self, answers: Mapping[str, Message], tools: Tools) -> None:
         self.messages: list[Message] = []
-        self._earlier = earlier
+        self._answers = answers
         self._tools = tools
         self._turn: Message | None = None
         """The assistant message that following items may still belong to."""
@@ -201,8 +199,7 @@ class Conversation:
         self._assistant().setdefault("tool_calls", []).append(call)
 
     def _refer(self, item_id: Any, where: str) -> None:
-        call = self._earlier.get(call_of(item_id) or "")
-        said = call.response if call is not None else None
+        said = self._answers.get(call_of(item_id) or "")
         if said is None:
             raise Refused(
                 f"{where}: item '{item_id}' not found: it isn't one of this attempt's",

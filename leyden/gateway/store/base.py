@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import orjson
 
 from leyden.errors import PreflightError
+from leyden.gateway.dialects.base import Asked
 from leyden.gateway.errors import Conflict
 from leyden.gateway.store import attempts, calls, events, retention, rollouts
 from leyden.gateway.store.address import StoreAddress, is_postgres
@@ -210,6 +211,10 @@ class Store:
         """Recorded calls with their messages; only those with an ordinal above `after`."""
         return await self.db.read(lambda db: calls.of_attempt(db, rollout_id, attempt_id, content=True, after=after))
 
+    async def asked(self, rollout_id: str, attempt_id: str, call_id: str) -> Asked | None:
+        """What one call of an attempt was asked."""
+        return await self.db.read(lambda db: calls.asked(db, rollout_id, attempt_id, call_id))
+
     async def trajectory(self, rollout_id: str, *, content: bool) -> Trajectory:
         def work(db: Connection) -> Trajectory:
             return calls.trajectory(db, rollouts.rollout_row(db, rollout_id), content=content)
@@ -253,9 +258,14 @@ class Store:
             lambda db: [EngineModel.model_validate_json(r[0]) for r in db.execute("SELECT body FROM models")]
         )
 
-    async def clear_models(self) -> None:
+    async def remove_models(self, model: str | None, endpoint: str | None) -> None:
+        """Forget engines: those of a model, at an endpoint, or all."""
+        given = {"model": model, "endpoint": endpoint}
+        named = {column: value for column, value in given.items() if value is not None}
+        where = "".join(f" AND {column} = ?" for column in named)
+
         def work(db: Connection) -> None:
-            db.execute("DELETE FROM models")
+            db.execute(f"DELETE FROM models WHERE 1 = 1{where}", tuple(named.values()))
             db.notify("models")
 
         await self._write(work)

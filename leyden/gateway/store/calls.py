@@ -7,6 +7,7 @@ from typing import Any
 
 import orjson
 
+from leyden.gateway.dialects.base import Asked
 from leyden.gateway.lifecycle import Phase, name_attempt
 from leyden.gateway.store.attempts import attempt_row, count_late
 from leyden.gateway.store.connection import Connection, Row
@@ -179,6 +180,33 @@ def of_attempt(db: Connection, rollout_id: str, attempt_id: str, *, content: boo
         if content:
             _fill(out[-1], row, requests[call_id], bodies)
     return sorted(out, key=lambda c: (c.seq, c.call_id))
+
+
+def asked(db: Connection, rollout_id: str, attempt_id: str, call_id: str) -> Asked | None:
+    """What one call was asked, read along the calls that it shares messages with; None when there is no such call."""
+    chain: list[Row] = []
+    at: str | None = call_id
+    while at is not None:
+        row = db.execute(
+            "SELECT request_base, request_base_len, request_suffix, raw_head, raw_fields FROM calls"
+            " WHERE call_id = ? AND rollout_id = ? AND attempt_id = ?",
+            (at, rollout_id, attempt_id),
+        ).fetchone()
+        if row is None:
+            return None
+        chain.append(row)
+        at = row["request_base"]
+    hashes = b""
+    for row in reversed(chain):
+        hashes = hashes[: row["request_base_len"] * HASH_BYTES] + row["request_suffix"]
+    bodies = _Bodies(db)
+    first = chain[0]
+    # Long instructions are stored by themselves, as a field.
+    instructed = first["raw_head"] is not None and (
+        bool(bodies[first["raw_head"]].get("instructions"))
+        or any(name == "instructions" for name, _ in orjson.loads(first["raw_fields"]))
+    )
+    return Asked([bodies[hashes[i : i + HASH_BYTES]] for i in range(0, len(hashes), HASH_BYTES)], instructed)
 
 
 def _chained(known: dict[str, bytes], base: str | None, base_len: int, suffix: bytes) -> bytes:
