@@ -397,6 +397,7 @@ class EngineCapability(BaseModel):
     processed: bool | None = Field(
         default=None, description="log-probs are of the distribution that was sampled from, temperature included"
     )
+    max_model_len: int | None = Field(default=None, description="context that the engine itself says it has")
     detail: str = ""
     checked_at: float = 0.0
 

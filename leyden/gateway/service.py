@@ -82,7 +82,7 @@ class Gateway:
         self._terminal = Signal()
         self._takings = Takings()
         self._client = EngineClient(engine_key(options))
-        self.probes = Probes(self._client, lambda: renderer.encode("1 2 3 4").tolist())
+        self.probes = Probes(self._client, lambda: renderer.encode("1 2 3 4").tolist(), self.engines.lengths)
         self._generator = Generator(
             engines=self.engines,
             client=self._client,
@@ -114,9 +114,9 @@ class Gateway:
         try:
             renderer = await asyncio.to_thread(ModelRenderer, options.model_folder)
             gateway = cls(options, store, renderer, key)
-            gateway.engines.set(await store.models())
             await gateway.pause.load()
             await store.renew_all(time.time())
+            await gateway._take_engines()
         except BaseException:
             store.close()
             raise
@@ -262,13 +262,15 @@ class Gateway:
         await self.store.upsert_models(models)
         await self._take_engines()
         new = {m.endpoint: m for m in models}
-        await asyncio.gather(*(self.probes.of(m) for m in new.values()))
+        await asyncio.gather(*(self.probes.learn(m) for m in new.values()))
 
     async def _take_engines(self) -> None:
         self.engines.set(await self.store.models())
         endpoints = {m.endpoint for m in self.engines.all()}
         self.probes.keep(endpoints)
         self._client.keep(endpoints)
+        for engine in self.engines.all():
+            self.probes.begin(engine)
 
     def registered(self) -> list[RegisteredEngine]:
         """The engines, with what is known about each."""

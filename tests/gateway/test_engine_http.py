@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
+import zlib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -16,8 +18,8 @@ OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}"
 class Server:
     """Sends `answers` one after the other; None closes the connection instead."""
 
-    def __init__(self, answers: list[bytes | None], *, close: bool = False) -> None:
-        self.answers, self.close = list(answers), close
+    def __init__(self, answers: list[bytes | None], *, close: bool = False, one_by_one: bool = False) -> None:
+        self.answers, self.close, self.one_by_one = list(answers), close, one_by_one
         self.requests: list[bytes] = []
         self.connections = 0
         self.asked, self.gone = asyncio.Event(), asyncio.Event()
@@ -34,8 +36,10 @@ class Server:
                 answer = self.answers.pop(0) if self.answers else b""
                 if answer is None:
                     return
-                writer.write(answer)
-                await writer.drain()
+                for piece in [answer[i : i + 1] for i in range(len(answer))] if self.one_by_one else [answer]:
+                    writer.write(piece)
+                    await writer.drain()
+                    await asyncio.sleep(0)
                 if self.close:
                     return
         except (asyncio.IncompleteReadError, ConnectionError):
@@ -45,8 +49,10 @@ class Server:
 
 
 @asynccontextmanager
-async def talking(*answers: bytes | None, close: bool = False) -> AsyncIterator[tuple[HttpClient, Server]]:
-    server = Server(list(answers), close=close)
+async def talking(
+    *answers: bytes | None, close: bool = False, one_by_one: bool = False
+) -> AsyncIterator[tuple[HttpClient, Server]]:
+    server = Server(list(answers), close=close, one_by_one=one_by_one)
     listener = await asyncio.start_server(server.serve, "127.0.0.1", 0)
     server.url = f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}/v1"
     client = HttpClient({"authorization": "Bearer engine-key"})
@@ -92,6 +98,65 @@ async def test_calls_one_after_another_share_a_connection() -> None:
 async def test_answers_are_read_in_every_framing(answer: bytes, close: bool, expected: tuple[int, bytes]) -> None:
     async with talking(answer, close=close) as (client, server):
         assert await client.post(server.url, "/x", b"{}", 5) == expected
+
+
+PLAIN = '{"text": "你🌍"}'.encode()
+
+
+def coded(encoding: str, body: bytes) -> bytes:
+    return f"HTTP/1.1 200 OK\r\ncontent-encoding: {encoding}\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        coded("gzip", gzip.compress(PLAIN)),
+        coded("GZIP", gzip.compress(PLAIN)),
+        coded("deflate", zlib.compress(PLAIN)),
+        coded("identity", PLAIN),
+    ],
+    ids=["gzip", "in capitals", "deflate", "identity"],
+)
+async def test_compression_that_nobody_asked_for_is_undone(answer: bytes) -> None:
+    async with talking(answer, OK) as (client, server):
+        assert await client.post(server.url, "/x", b"{}", 5) == (200, PLAIN)
+        assert await client.post(server.url, "/x", b"{}", 5) == (200, b"{}")
+        assert server.connections == 1
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        (coded("br", b"\x0b\x02\x80{}\x03"), "encoded as br"),
+        (coded("gzip", b"{}"), "isn't the gzip"),
+        (coded("gzip", gzip.compress(PLAIN)[:-9]), "cut short"),
+    ],
+)
+async def test_an_encoding_that_cant_be_undone_is_named(answer: bytes, words: str) -> None:
+    async with talking(answer) as (client, server):
+        with pytest.raises(Broken, match=words) as broken:
+            await client.post(server.url, "/x", b"{}", 5)
+        assert broken.value.stage == "within"
+
+
+async def test_an_answer_may_come_byte_by_byte() -> None:
+    whole = f"HTTP/1.1 200 OK\r\ncontent-length: {len(PLAIN)}\r\n\r\n".encode() + PLAIN
+    async with talking(whole, one_by_one=True) as (client, server):
+        assert await client.post(server.url, "/x", b"{}", 5) == (200, PLAIN)
+
+
+@pytest.mark.parametrize("begun", [b"", b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\n", b"HTTP/1.1 200 OK\r\n"])
+async def test_silence_times_out_however_far_the_answer_came(begun: bytes) -> None:
+    async with talking(begun) as (client, server):
+        with pytest.raises(TimeoutError):
+            await client.post(server.url, "/x", b"{}", 0.05)
+        await asyncio.wait_for(server.gone.wait(), 5)
+
+
+async def test_what_is_got_carries_no_body() -> None:
+    async with talking(OK) as (client, server):
+        assert await client.get(server.url, "/models", 5) == (200, b"{}")
+    assert server.requests[0].startswith(b"GET /v1/models HTTP/1.1\r\n") and server.requests[0].endswith(b"\r\n\r\n")
 
 
 @pytest.mark.parametrize(

@@ -12,16 +12,17 @@ import numpy as np
 import pytest
 from aiohttp import web
 
-from leyden.gateway.engines.client import ADAPTERS
-from leyden.gateway.engines.probe import processed
+from leyden.gateway.engines.client import ADAPTERS, EngineUnreachable
+from leyden.gateway.engines.probe import Probes, processed
 from leyden.gateway.engines.protocol import Ask, Chat, Said
 from leyden.gateway.engines.queue import FairQueue
 from leyden.gateway.engines.registry import EngineRegistry, route
 from leyden.gateway.errors import StoreUnavailable
 from leyden.schema import CallRecord, CaptureConfig, EngineModel, ModelRoute, PauseRequest, RolloutConfig, Sampling
 from leyden.training.rows import build_rows
-from tests.gateway.conftest import MakeWorld, World
+from tests.gateway.conftest import MakeWorld, World, on_sqlite
 from tests.gateway.scripted_engine import Reply
+from tests.gateway.test_delivery import until
 
 USER: Any = [{"role": "user", "content": "Hello"}]
 PIXEL = "data:image/png;base64,iVBORw0KGgo="
@@ -167,8 +168,10 @@ def test_a_model_is_never_served_by_another_ones_engine() -> None:
 
 
 @asynccontextmanager
-async def serving(answer: Callable[[str, dict[str, Any]], Any]) -> AsyncIterator[tuple[str, list[tuple[str, Any]]]]:
-    """An HTTP engine of any kind: its base URL, and what it was asked."""
+async def serving(
+    answer: Callable[[str, dict[str, Any]], Any], tell: Callable[[str], Any] | None = None
+) -> AsyncIterator[tuple[str, list[tuple[str, Any]]]]:
+    """An HTTP engine of any kind: its base URL, and what it was asked. `tell` answers what is got, not posted."""
     asked: list[tuple[str, Any]] = []
 
     async def handle(request: web.Request) -> web.Response:
@@ -178,6 +181,12 @@ async def serving(answer: Callable[[str, dict[str, Any]], Any]) -> AsyncIterator
 
     app = web.Application()
     app.router.add_post("/{path:.*}", handle)
+    if tell is not None:
+
+        async def show(request: web.Request) -> web.Response:
+            return web.json_response(tell(request.path))
+
+        app.router.add_get("/{path:.*}", show)
     runner = web.AppRunner(app, shutdown_timeout=0.1)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
@@ -506,23 +515,130 @@ async def test_a_new_version_is_no_reason_to_ask_an_engine_again(world_maker: Ma
         assert len(asked) == 2
 
 
+class Clock:
+    """Stands in for the time module of the probes."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def time(self) -> float:
+        return self.now
+
+
+class Questions:
+    """Stands in for the client of engines: counts probes, and answers as it is told."""
+
+    def __init__(self) -> None:
+        self.probes = 0
+        self.top: Any = None
+        self.away = False
+
+    async def post(self, engine: EngineModel, path: str, body: dict[str, Any], seconds: float) -> Any:
+        self.probes += body["temperature"] == 1.0
+        if self.away:
+            raise EngineUnreachable("nobody there")
+        answer = answer_of("vllm", [9], [-0.5])
+        if self.top is not None:
+            answer["choices"][0]["logprobs"]["top_logprobs"] = [self.top(body["temperature"])]
+        return answer
+
+
+async def probes_in(probes: Probes, asked: Questions, clock: Clock, seconds: int) -> int:
+    """Probes made while there is a call every second."""
+    before, here = asked.probes, engine(max_model_len=100)
+    for _ in range(seconds):
+        clock.now += 1
+        probes.begin(here)
+        for _ in range(5):
+            await asyncio.sleep(0)
+    return asked.probes - before
+
+
+async def test_engines_that_never_tell_are_asked_ever_more_seldom(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, asked = Clock(), Questions()
+    monkeypatch.setattr("leyden.gateway.engines.probe.time", clock)
+    probes = Probes(asked, lambda: [1, 2], {})  # type: ignore[arg-type]
+    assert await probes_in(probes, asked, clock, 60) == 4  # After 0, 5, 10 and 20 seconds more.
+    assert await probes_in(probes, asked, clock, 24 * 3600) <= 6 + 24 * 6
+    # One that is away may be back, and then its answers count.
+    asked.away = True
+    await probes_in(probes, asked, clock, 600)
+    assert 10 <= await probes_in(probes, asked, clock, 60) <= 12
+    asked.away = False
+    assert await probes_in(probes, asked, clock, 6) >= 1
+    asked.top = lambda t: {"a": -0.4 / t, "b": -1.4 / t}
+    assert await probes_in(probes, asked, clock, 600) == 1
+    assert probes.known["http://e/v1"].processed is True
+    assert await probes_in(probes, asked, clock, 6000) == 0
+
+
+def listing(*models: Any) -> Callable[[str], Any]:
+    return lambda path: {"object": "list", "data": list(models)} if path == "/v1/models" else {}
+
+
+@pytest.mark.parametrize(
+    ("kind", "models", "registered", "length"),
+    [
+        *((kind, [{"id": "tiny", "max_model_len": 40}], None, 40) for kind in KINDS),
+        ("vllm", [{"id": "tiny", "max_model_len": 40}], 60, 60),
+        ("vllm", [{"id": "a", "max_model_len": 9}, {"id": "tiny", "max_model_len": 40}], None, 40),
+        ("vllm", [{"id": "/models/under-another-name", "max_model_len": 40}], None, 40),
+        ("vllm", [{"id": "a", "max_model_len": 9}, {"id": "b", "max_model_len": 8}], None, 2048),
+        ("vllm", [{"id": "tiny"}], None, 2048),
+        ("vllm", [{"id": "tiny", "max_model_len": "40"}], None, 2048),
+        ("vllm", [{"id": "tiny", "max_model_len": True}], None, 2048),
+        ("vllm", [5], None, 2048),
+    ],
+)
+@on_sqlite
+async def test_the_context_is_the_engines_own_where_nobody_says(
+    world_maker: MakeWorld, kind: Any, models: list[Any], registered: int | None, length: int
+) -> None:
+    async with world_maker(engine=False) as world, serving(answers(kind, []), listing(*models)) as (url, asked):
+        here = EngineModel(model="tiny", endpoint=url, kind=kind, max_model_len=registered)
+        await world.admin.register_models([here])
+        assert world.gateway.max_model_len() == length
+        claim = await world.claim()
+        assert (await world.chat(claim.agent_key, {"messages": [{"role": "user", "content": ""}]}))[0] == 200
+        _, sent = asked[-1]
+        prompt = len(sent.get("prompt") or sent["input_ids"])
+        limit = sent.get("max_tokens") or sent["sampling_params"]["max_new_tokens"]
+        assert prompt + limit == length
+        status, body = await world.chat(claim.agent_key, {"messages": [{"role": "user", "content": "x " * length}]})
+        assert status == 400 and f"maximum context length is {length} tokens" in body["error"]["message"]
+
+
+async def test_an_engine_tells_its_context_again_after_a_restart(world_maker: MakeWorld) -> None:
+    found = listing({"id": "tiny", "max_model_len": 99})
+    async with serving(answers("vllm", []), found) as (url, _):
+        async with world_maker(engine=False) as world:
+            await world.admin.register_models([EngineModel(model="tiny", endpoint=url, kind="vllm")])
+            (shown,) = await world.admin.models()
+            assert shown.max_model_len is None and shown.capability is not None
+            assert shown.capability.max_model_len == 99
+        async with world_maker(engine=False) as world:
+            await until(lambda: world.gateway.max_model_len() == 99)
+            await world.admin.delete_models()
+            assert world.gateway.max_model_len() == 2048
+
+
 async def test_engines_are_forgotten_by_model_by_address_or_all(world: World) -> None:
     here = [("a", "1"), ("a", "2"), ("b", "1"), ("b", "3")]
 
     async def left() -> list[tuple[str, str]]:
         return sorted((m.model, m.endpoint[-1]) for m in await world.admin.models() if m.model != "tiny")
 
-    for model, number in here:
-        await world.admin.register_models([EngineModel(model=model, endpoint=f"http://127.0.0.1:9/{number}", kind="leyden")])  # fmt: skip
+    at = "http://127.0.0.1:9"
+    await world.admin.register_models([EngineModel(model=m, endpoint=f"{at}/{n}", kind="leyden") for m, n in here])
     await world.admin.delete_models(model="never-was")
     assert await left() == here
-    await world.admin.delete_models(model="a", endpoint="http://127.0.0.1:9/2")
+    await world.admin.delete_models(model="a", endpoint=f"{at}/2")
     assert await left() == [("a", "1"), ("b", "1"), ("b", "3")]
     await world.admin.delete_models(model="b")
     assert await left() == [("a", "1")]
     claim = await world.claim()
     assert (await world.chat(claim.agent_key, {"messages": USER}))[0] == 200
-    await world.admin.delete_models(endpoint="http://127.0.0.1:9/1")
+    await world.admin.delete_models(endpoint=f"{at}/1")
     assert [m.model for m in await world.admin.models()] == ["tiny"]
     await world.admin.delete_models()
     assert await world.admin.models() == []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Collection
+from collections.abc import Awaitable, Collection
 from typing import Any
 
 import orjson
@@ -33,7 +33,7 @@ class EngineClient:
     """Talks to engines. Environment proxies aren't used; the engine key is sent to engines only."""
 
     def __init__(self, engine_key: str | None) -> None:
-        headers = {"content-type": "application/json", "accept": "application/json"}
+        headers = {"content-type": "application/json", "accept": "application/json", "accept-encoding": "identity"}
         if engine_key:
             headers["authorization"] = f"Bearer {engine_key}"
         self._http = HttpClient(headers)
@@ -43,7 +43,8 @@ class EngineClient:
 
     def keep(self, endpoints: Collection[str]) -> None:
         """Close what is open to engines other than these."""
-        self._http.keep({e for endpoint in endpoints for e in (_base(endpoint), _base(endpoint).removesuffix("/v1"))})
+        bases = {_base(e) for e in endpoints} | {_server(e) for e in endpoints}
+        self._http.keep(bases | {f"{server}/v1" for server in bases})
 
     async def sample(self, engine: EngineModel, ask: Ask, seconds: float) -> Said:
         """Ask for one continuation. Cancelling closes the connection, which tells the engine to stop.
@@ -64,12 +65,20 @@ class EngineClient:
 
     async def post(self, engine: EngineModel, path: str, body: dict[str, Any], seconds: float) -> Any:
         """A JSON exchange; raises what `sample` raises."""
+        base = _server(engine.endpoint) if engine.kind == "sglang" else _base(engine.endpoint)
+        data = orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
+        return await self._read(engine, self._http.post(base, path, data, seconds), seconds)
+
+    async def models(self, engine: EngineModel, seconds: float) -> Any:
+        """What the engine says of the models that it serves; raises what `sample` raises."""
         base = _base(engine.endpoint)
         if engine.kind == "sglang":
-            base = base.removesuffix("/v1")
-        data = orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
+            base = f"{_server(engine.endpoint)}/v1"
+        return await self._read(engine, self._http.get(base, "/models", seconds), seconds)
+
+    async def _read(self, engine: EngineModel, exchange: Awaitable[tuple[int, bytes]], seconds: float) -> Any:
         try:
-            status, payload = await self._http.post(base, path, data, seconds)
+            status, payload = await exchange
         except TimeoutError:
             raise EngineTimeout(f"the engine at {engine.endpoint} gave no answer within {seconds:.3g} s") from None
         except Broken as e:
@@ -78,14 +87,19 @@ class EngineClient:
             raise EngineUnreachable(f"can't reach the engine at {engine.endpoint}: {e}") from e
         except ValueError as e:
             raise EngineUnreachable(f"can't reach the engine at {engine.endpoint}: {e}") from e
-        return await _read(engine, status, payload)
+        return await _answer(engine, status, payload)
 
 
 def _base(endpoint: str) -> str:
     return endpoint.rstrip("/")
 
 
-async def _read(engine: EngineModel, status: int, payload: bytes) -> Any:
+def _server(endpoint: str) -> str:
+    """The address without OpenAI's base path, which SGLang's own API isn't below."""
+    return _base(endpoint).removesuffix("/v1")
+
+
+async def _answer(engine: EngineModel, status: int, payload: bytes) -> Any:
     if status in (502, 503, 504):
         raise EngineUnreachable(f"the engine at {engine.endpoint} answered {status}: {_detail(payload)}")
     if status >= 300:

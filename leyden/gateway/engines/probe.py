@@ -18,6 +18,7 @@ import numpy as np
 
 from leyden.gateway.engines.client import ADAPTERS, EngineClient, EngineTimeout, EngineUnreachable
 from leyden.gateway.engines.protocol import Ask
+from leyden.gateway.engines.registry import length_of
 from leyden.gateway.errors import Refused
 from leyden.schema import EngineCapability, EngineModel
 
@@ -26,41 +27,67 @@ log = logging.getLogger("leyden.gateway")
 PROBE_SECONDS = 5.0
 AGAIN_SECONDS = 5.0
 """After which an engine is asked again that couldn't be asked, or whose answers told too little."""
+AGAIN_MOST_SECONDS = 600.0
+"""The wait doubles up to this for engines that answer, but don't tell: most never will."""
 _TOP = 5
 _LEAST_GAP = 1e-2
 """Difference of log-probs from which the comparison is sound in low precision."""
 
 
 class Probes:
-    """What is known about engines, by endpoint. Each is asked by one probe at a time, whoever wants to know."""
+    """What is known about engines, by endpoint. Each is asked by one probe at a time, whoever wants to know.
 
-    def __init__(self, client: EngineClient, prompt: Callable[[], list[int]]) -> None:
+    Args:
+        lengths: where context lengths are put that engines tell, by endpoint and model.
+    """
+
+    def __init__(
+        self, client: EngineClient, prompt: Callable[[], list[int]], lengths: dict[str, dict[str, int]]
+    ) -> None:
         self.known: dict[str, EngineCapability] = {}
         self._client = client
         self._prompt = prompt
+        self._lengths = lengths
         self._asking: dict[str, asyncio.Task[EngineCapability]] = {}
+        self._vain: dict[str, int] = {}
+        """By endpoint: how often in a row its answers told too little."""
+        self._again: dict[str, float] = {}
+        """By endpoint: when it may be asked again."""
 
     async def of(self, engine: EngineModel) -> EngineCapability:
         """What `engine` can do; it is asked if that isn't known. Ends within two times PROBE_SECONDS."""
         self.begin(engine)
+        known = self.known.get(engine.endpoint)
         task = self._asking.get(engine.endpoint)
-        return self.known[engine.endpoint] if task is None else await asyncio.shield(task)
+        if known is not None and (task is None or _settled(known)):
+            return known
+        assert task is not None
+        return await asyncio.shield(task)
+
+    async def learn(self, engine: EngineModel) -> None:
+        """Ask `engine` all that isn't known. Ends within three times PROBE_SECONDS."""
+        self.begin(engine)
+        task = self._asking.get(engine.endpoint)
+        if task is not None:
+            await asyncio.shield(task)
 
     def begin(self, engine: EngineModel) -> None:
         """Ask an engine of which too little is known, without waiting for what it says."""
-        if engine.kind == "leyden":
+        endpoint = engine.endpoint
+        if engine.kind == "leyden" and endpoint not in self.known:
             # Our own protocol: ids, versions, and log-probs of the sampled distribution are what it is.
-            self.known[engine.endpoint] = _OURS
+            self.known[endpoint] = OURS.model_copy()
+        known = self.known.get(endpoint)
+        if known is not None and (self._is_told(engine, known) or time.time() < self._again.get(endpoint, 0.0)):
             return
-        known = self.known.get(engine.endpoint)
-        if known is not None and (_settled(known) or time.time() - known.checked_at < AGAIN_SECONDS):
-            return
-        if engine.endpoint not in self._asking:
-            self._asking[engine.endpoint] = asyncio.create_task(self._ask(engine))
+        if endpoint not in self._asking:
+            self._asking[endpoint] = asyncio.create_task(self._ask(engine))
 
     def keep(self, endpoints: Collection[str]) -> None:
         """Forget the others."""
-        self.known = {e: c for e, c in self.known.items() if e in endpoints}
+        for held in (self.known, self._lengths, self._vain, self._again):
+            for endpoint in [e for e in held if e not in endpoints]:
+                del held[endpoint]
 
     async def close(self) -> None:
         tasks = list(self._asking.values())
@@ -68,23 +95,41 @@ class Probes:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
+    def _is_told(self, engine: EngineModel, known: EngineCapability) -> bool:
+        return _settled(known) and (engine.max_model_len is not None or engine.endpoint in self._lengths)
+
     async def _ask(self, engine: EngineModel) -> EngineCapability:
+        endpoint = engine.endpoint
+        before = found = self.known.get(endpoint)
+        away = False
         try:
-            found = await probe(self._client, engine, self._prompt())
+            if found is None or not _settled(found):
+                found = await probe(self._client, engine, self._prompt())
+            away = found.reachable is False
+            if not away and engine.max_model_len is None and endpoint not in self._lengths:
+                lengths = await _lengths(self._client, engine)
+                away = lengths is None
+                if lengths is not None:
+                    self._lengths[endpoint] = lengths
+                    found = found.model_copy(update={"max_model_len": length_of(lengths, engine.model)})
         finally:
-            del self._asking[engine.endpoint]
-        before = self.known.get(engine.endpoint)
-        self.known[engine.endpoint] = found
-        if before is None or before.detail != found.detail or _settled(found):
+            del self._asking[endpoint]
+        self.known[endpoint] = found
+        in_vain = 0 if away or self._is_told(engine, found) else self._vain.get(endpoint, 0) + 1
+        self._vain[endpoint] = in_vain
+        self._again[endpoint] = time.time() + min(AGAIN_SECONDS * 2.0 ** max(0, in_vain - 1), AGAIN_MOST_SECONDS)
+        if before is None or before.detail != found.detail or (_settled(found) and not _settled(before)):
             _report(engine, found)
         return found
 
 
-_OURS = EngineCapability(ids=True, logprobs=True, processed=True)
+OURS = EngineCapability(ids=True, logprobs=True, processed=True)
+"""What the embedded engine can do."""
 
 
 def _settled(found: EngineCapability) -> bool:
-    return found is _OURS or (found.reachable is True and (found.processed is not None or found.logprobs is False))
+    """Whether no more is to be found out about what an engine returns."""
+    return found.reachable is not False and (found.processed is not None or found.logprobs is False)
 
 
 def _report(engine: EngineModel, found: EngineCapability) -> None:
@@ -104,6 +149,23 @@ def _report(engine: EngineModel, found: EngineCapability) -> None:
         log.warning("%s %s%s", where, "; ".join(said), f" ({found.detail})" if found.detail else "")
     else:
         log.info("%s returns ids and the log-probs that it samples from", where)
+
+
+async def _lengths(client: EngineClient, engine: EngineModel) -> dict[str, int] | None:
+    """Context lengths by the names of the engine's models, as far as it has a list; None when it couldn't be asked."""
+    try:
+        value = await client.models(engine, PROBE_SECONDS)
+    except (EngineUnreachable, EngineTimeout):
+        return None
+    except Refused:
+        return {}
+    listed = value.get("data") if isinstance(value, dict) else None
+    entries = [e for e in listed if isinstance(e, dict)] if isinstance(listed, list) else []
+    return {
+        str(e.get("id")): e["max_model_len"]
+        for e in entries
+        if type(e.get("max_model_len")) is int and e["max_model_len"] > 0
+    }
 
 
 async def probe(client: EngineClient, engine: EngineModel, prompt: list[int]) -> EngineCapability:

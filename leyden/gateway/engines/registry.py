@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import lru_cache
 
@@ -25,12 +25,19 @@ def _everything(served_model: str) -> ModelRoute:
     return ModelRoute(match="*", model=served_model)
 
 
+def length_of(lengths: Mapping[str, int], model: str) -> int | None:
+    """The context of `model` among what its engine says; of the only one that there is, whatever its name."""
+    return lengths.get(model, next(iter(lengths.values())) if len(lengths) == 1 else None)
+
+
 class EngineRegistry:
     """Registered engines, in memory; the store keeps them over restarts."""
 
     def __init__(self, served_model: str) -> None:
         self.served_model = served_model
         self.changed = Signal()
+        self.lengths: dict[str, dict[str, int]] = {}
+        """Context lengths that engines themselves tell, by endpoint and model."""
         self._models: list[EngineModel] = []
         self._queues: dict[str, FairQueue] = {}
 
@@ -52,8 +59,15 @@ class EngineRegistry:
 
     def max_model_len(self, model: str | None = None) -> int | None:
         """The least context that any engine of `model` has: a prompt within it fits wherever it goes."""
-        known = [m.max_model_len for m in self.serving(model or self.served_model) if m.max_model_len is not None]
-        return min(known, default=None)
+        found = [self._length(m) for m in self.serving(model or self.served_model)]
+        return min((n for n in found if n is not None), default=None)
+
+    def _length(self, engine: EngineModel) -> int | None:
+        """Its context as registered, else as it says itself."""
+        if engine.max_model_len is not None:
+            return engine.max_model_len
+        told = self.lengths.get(engine.endpoint)
+        return length_of(told, engine.model) if told else None
 
     def queue(self, engine: EngineModel) -> FairQueue:
         queue = self._queues.get(engine.endpoint)
