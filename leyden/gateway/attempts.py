@@ -23,6 +23,7 @@ from leyden.gateway.renderer import ModelRenderer
 from leyden.gateway.store.base import Store
 from leyden.gateway.store.raw import message_ref
 from leyden.gateway.store.records import AttemptInfo, StoredCall
+from leyden.schema import CallKind
 
 IDLE_SECONDS = 900
 """An attempt without calls for so long leaves memory; its next call brings it back."""
@@ -304,4 +305,5 @@ def grow(forest: Forest, stored: list[StoredCall]) -> None:
             hashes,
             call.raw_hashes,
             delivered=call.delivered,
+            summary=call.kind == CallKind.SUMMARY,
         )

@@ -13,7 +13,7 @@ import numpy as np
 
 from leyden.gateway.attempts import LiveAttempt
 from leyden.gateway.classify import classify, session
-from leyden.gateway.conversation import Link, Plan
+from leyden.gateway.conversation import BREAK_COMPACTION, BREAK_HISTORY, BREAK_TOOLS, Link, Plan
 from leyden.gateway.dialects.base import Answer, Asked, Choice, ModelRequest, TokenLogprob
 from leyden.gateway.engines.client import EngineTimeout
 from leyden.gateway.engines.integrity import Sample, empty_sample
@@ -109,8 +109,10 @@ class CallMaker:
         engine_len = self.generator.engines.max_model_len(where.model)
         limit = engine_len if engine_len is not None or by_engine else self.renderer.max_model_len
         used = effective_sampling(live.info.sampling, request.max_tokens, len(prompt.ids), limit)
-        relation = self.renderer.relate(prompt.plan, prompt.ids, prompt.reason)
         kind = _kind(live, request, prompt.plan)
+        if kind is CallKind.SUMMARY and prompt.reason in (BREAK_TOOLS, BREAK_HISTORY):
+            prompt = replace(prompt, reason=BREAK_COMPACTION)  # It is what the tools or earlier messages went for.
+        relation = self.renderer.relate(prompt.plan, prompt.ids, prompt.reason)
         job = _Job(
             live, request, dialect, call_id, fingerprint, seq, started, prompt.plan, prompt, used, relation, kind, where
         )
@@ -264,6 +266,7 @@ class CallMaker:
                 sample.finish_reason,
                 hashes,
                 raw_hashes,
+                summary=job.kind is CallKind.SUMMARY,
             )
 
     async def _record_failure(self, job: _Job, error: Refused) -> None:

@@ -44,6 +44,8 @@ SUMMARY_CHARS = 80
 """An answer of at least this length that comes back inside a new conversation's messages was its summary."""
 RAW_ANSWER: Message = {"role": "assistant", "content": ""}
 """Stands for every answer to a prompt without messages: such calls are recognised by their tokens alone."""
+SUMMARY_LINE = 40
+"""Characters from which a line of a summary is told from what anybody might write."""
 SUMMARY_CALLS = 16
 """Calls among which a summary is looked for, newest first."""
 
@@ -64,6 +66,8 @@ class Node:
     """Hashes of the request's messages as stored, and (`raw_hashes`) of its body, of which the next call of the
     conversation stores only what is new. Gone when it has: else a conversation's turns would add up squared."""
     finish_reason: str
+    summary: bool = False
+    """Whether it was asked for a summary of its conversation."""
     tools: bytes = b""
     raw_hashes: bytes = b""
     delivered: bool = False
@@ -176,11 +180,13 @@ class Forest:
             return Plan("full", keys, other_tools, reason=BREAK_TOOLS)
         for end in range(count, 0, -1):
             node = self._asked.get(keys.tools + keys.chain[end])
+            if node is not None and end == count:
+                return Plan("root", keys, near=node)  # The same question again is a new sample.
             if node is not None:
-                # The same question again is a new sample; the same and something else means that the answer was
-                # replaced or left out.
-                return Plan("root", keys, near=node) if end == count else Plan("full", keys, node, reason=BREAK_HISTORY)
-        summary = self._summary_in(messages) if _head(keys) in self._heads else None
+                # The same and something else means that the answer was replaced or left out.
+                summed_up = self._summary_in(messages[end:], alike=True) is not None
+                return Plan("full", keys, node, reason=BREAK_COMPACTION if summed_up else BREAK_HISTORY)
+        summary = self._summary_in(messages, alike=_head(keys) in self._heads)
         if summary is not None:
             return Plan("full", keys, summary, reason=BREAK_COMPACTION)
         return Plan("root", keys, near=self._last)
@@ -221,6 +227,7 @@ class Forest:
         raw_hashes: bytes = b"",
         *,
         delivered: bool = False,
+        summary: bool = False,
     ) -> Node:
         """Record a call. One without an answer (a failed one) is kept but never continued."""
         node = Node(
@@ -235,6 +242,7 @@ class Forest:
             request_hashes=request_hashes,
             raw_hashes=raw_hashes,
             finish_reason=finish_reason,
+            summary=summary,
             tools=keys.tools,
             delivered=delivered,
         )
@@ -263,17 +271,29 @@ class Forest:
         if len(self._leaves) > CACHED_LEAVES:
             self._leaves.popleft().shed()
 
-    def _summary_in(self, messages: Sequence[Message]) -> Node | None:
-        """The call whose answer, as it was, is part of one of `messages` that isn't an answer.
+    def _summary_in(self, messages: Sequence[Message], *, alike: bool) -> Node | None:
+        """The call whose answer is part of one of `messages`: what was said before has been summed up.
 
-        Asked only of conversations that begin like an earlier one: agents quote answers to their sub-agents, too.
+        `alike`: they begin like an earlier conversation. Others are asked only about calls that were made for a
+        summary: agents quote answers to their sub-agents, too.
         """
-        texts = [plain_text(m.get("content")) or "" for m in messages if m["role"] in ("system", "user")]
+        texts = [(m["role"], plain_text(m.get("content")) or "") for m in messages if m["role"] != "tool"]
+        told = [text for role, text in texts if role != "assistant"]
         for node in list(self.nodes.values())[: -SUMMARY_CALLS - 1 : -1]:
             said = (plain_text(node.answer.get("content")) or "").strip()
-            if len(said) >= SUMMARY_CHARS and any(said in text for text in texts):
+            if node.summary and any(_sums_up(said, text) for _, text in texts):
+                return node
+            if alike and len(said) >= SUMMARY_CHARS and any(said in text for text in told):
                 return node
         return None
+
+
+def _sums_up(summary: str, text: str) -> bool:
+    """Whether `text` holds a summary, or what a harness left of it: some cut out thoughts and tags."""
+    if summary and summary in text:
+        return True
+    lines = {line.strip() for line in summary.splitlines()}
+    return sum(len(line) for line in lines if len(line) >= SUMMARY_LINE and line in text) >= SUMMARY_CHARS
 
 
 def _head(keys: Keys) -> bytes:
