@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, Protocol, Self
 
@@ -18,6 +19,8 @@ from pydantic import BaseModel, TypeAdapter
 
 from leyden.errors import GatewayError
 from leyden.schema import (
+    LOG_COMPLETE,
+    LOG_NEXT,
     Claim,
     ClaimRequest,
     EngineModel,
@@ -25,6 +28,9 @@ from leyden.schema import (
     EventCreate,
     Heartbeat,
     HeartbeatReply,
+    LogPart,
+    LogPiece,
+    LogText,
     OutcomeReport,
     PauseRequest,
     PauseState,
@@ -47,7 +53,7 @@ _TRAJECTORY = msgspec.msgpack.Decoder(Trajectory)
 
 
 class Reader(Protocol):
-    """The part of LeydenClient that only looks. A closed run's store is read through the same three methods."""
+    """The part of LeydenClient that only looks. A closed run's store is read through the same methods."""
 
     async def page(
         self,
@@ -61,6 +67,7 @@ class Reader(Protocol):
     ) -> RolloutPage: ...
     async def rollout(self, rollout_id: str) -> RolloutDetail: ...
     async def trajectory(self, rollout_id: str, *, content: bool = False) -> Trajectory: ...
+    async def log(self, rollout_id: str, attempt_id: str, *, part: LogPart = "agent", start: int = 0) -> LogText: ...
 
 
 class LeydenClient:
@@ -148,6 +155,12 @@ class LeydenClient:
         query = {"content": int(content)}
         return _TRAJECTORY.decode(await self._call("GET", f"/api/rollouts/{rollout_id}/trajectory", query=query))
 
+    async def log(self, rollout_id: str, attempt_id: str, *, part: LogPart = "agent", start: int = 0) -> LogText:
+        """What the attempt's agent or grader printed, as far as its controller sent it, from byte `start` on."""
+        path = f"/api/rollouts/{rollout_id}/attempt/{attempt_id}/log"
+        text, headers = await self._answer("GET", path, query={"part": part, "start": start})
+        return LogText(text, int(headers[LOG_NEXT]), headers[LOG_COMPLETE] == "1")
+
     # -- execution -----------------------------------------------------------------------------------------------------
 
     async def claim(self, request: ClaimRequest) -> list[Claim]:
@@ -173,6 +186,9 @@ class LeydenClient:
     async def outcome(self, rollout_id: str, attempt_id: str, report: OutcomeReport) -> Rollout:
         path = f"/api/rollouts/{rollout_id}/attempt/{attempt_id}/outcome"
         return Rollout.model_validate_json(await self._call("POST", path, report))
+
+    async def append_log(self, rollout_id: str, attempt_id: str, piece: LogPiece) -> None:
+        await self._call("POST", f"/api/rollouts/{rollout_id}/attempt/{attempt_id}/log", piece)
 
     # -- engines and service -------------------------------------------------------------------------------------------
 
@@ -203,7 +219,10 @@ class LeydenClient:
 
     # -- transport -----------------------------------------------------------------------------------------------------
 
-    async def _call(
+    async def _call(self, method: str, path: str, body: BaseModel | Any = None, **more: Any) -> bytes:
+        return (await self._answer(method, path, body, **more))[0]
+
+    async def _answer(
         self,
         method: str,
         path: str,
@@ -213,7 +232,7 @@ class LeydenClient:
         headers: dict[str, str] | None = None,
         retry: bool = True,
         wait: float = 0,
-    ) -> bytes:
+    ) -> tuple[bytes, Mapping[str, str]]:
         if self._session is None:
             raise RuntimeError("LeydenClient is used outside its `async with` block")
         if isinstance(body, BaseModel):
@@ -235,7 +254,7 @@ class LeydenClient:
                 ) as answer:
                     payload = await answer.read()
                     if answer.status < 400:
-                        return payload
+                        return payload, answer.headers
                     error = GatewayError(f"{method} {path}: {_detail(payload)} (HTTP {answer.status})", answer.status)
                     if answer.status < 500:
                         raise error

@@ -7,10 +7,10 @@ the routes. Everything here is plain data: no I/O, no clocks.
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
-from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, model_validator
+from pydantic import Base64Bytes, BaseModel, ConfigDict, Field, FiniteFloat, model_validator
 
 Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 """What a database column can hold."""
@@ -462,6 +462,33 @@ class OutcomeReport(BaseModel):
     exit_code: Int64 | None = None
     signal: Int64 | None = None
     log_tail: str | None = Field(default=None, max_length=65536)
+
+
+LogPart = Literal["agent", "grader"]
+LOG_NEXT, LOG_COMPLETE = "Leyden-Log-Next", "Leyden-Log-Complete"
+"""Headers beside a log's text: where the next piece begins, and 1 when nothing follows."""
+
+
+class LogPiece(BaseModel):
+    """A part of an attempt's log from its byte `start` on (base64 on the wire). Safe to repeat."""
+
+    controller_id: str
+    part: LogPart = "agent"
+    start: int = Field(default=0, ge=0, lt=2**40)
+    data: Base64Bytes = Field(default=b"", max_length=1 << 20)
+    last: bool = Field(default=False, description="nothing follows")
+
+
+class LogSize(BaseModel):
+    size: int
+
+
+class LogText(NamedTuple):
+    """A log from some byte on: its text, where the next piece begins, and whether that is the log's end."""
+
+    data: bytes
+    next_start: int
+    complete: bool
 
 
 class PauseRequest(BaseModel):

@@ -41,7 +41,7 @@ def explained(command: Callable[P, T]) -> Callable[P, T]:
 
 
 def _add_all() -> None:
-    from leyden.cli import audit, controller, engine, export, gateway, inspect, renderer, rows, train
+    from leyden.cli import audit, controller, engine, export, gateway, inspect, logs, renderer, rows, train
 
     app.command("train")(explained(train.train))
     app.command("gateway")(explained(gateway.gateway))
@@ -49,7 +49,7 @@ def _add_all() -> None:
     app.command("engine")(explained(engine.engine))
     app.command("rollouts")(explained(inspect.rollouts))
     app.command("show")(explained(inspect.show))
-    app.command("logs")(explained(inspect.logs))
+    app.command("logs")(explained(logs.logs))
     app.command("audit")(explained(audit.audit))
     renderers = typer.Typer(help="How a model's conversations become tokens.", no_args_is_help=True)
     renderers.command("check")(explained(renderer.check))

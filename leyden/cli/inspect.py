@@ -1,4 +1,4 @@
-"""`leyden rollouts`, `leyden show`, `leyden logs`: what happened in a run."""
+"""`leyden rollouts`, `leyden show`: what happened in a run."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from leyden.cli.reader import Reader, find_run, open_reader
-from leyden.errors import ConfigError, LeydenError
+from leyden.cli.reader import find_run, open_reader
+from leyden.errors import LeydenError
 from leyden.schema import CallRecord, Rollout, RolloutState
 
 Run = Annotated[Path | None, typer.Option("--run", help="the run's folder; default: the newest under runs/")]
@@ -165,31 +165,3 @@ def _tokenizer(run_dir: Path) -> object | None:
 
     file = folder / "tokenizer.json"
     return Tokenizer.from_file(str(file)) if file.is_file() else None
-
-
-def logs(
-    rollout: Annotated[str, typer.Argument(help="the rollout's id")],
-    run: Run = None,
-    attempt: Annotated[str | None, typer.Option(help="default: the last attempt")] = None,
-) -> None:
-    """Print all that an attempt's agent and grader printed (as far as it was kept)."""
-    from leyden.controller.logfile import log_path
-
-    run_dir = find_run(run)
-
-    async def last(reader: Reader) -> str:
-        return (await reader.rollout(rollout)).rollout.status.last_attempt_id or "0"
-
-    async def find() -> str:
-        async with open_reader(run_dir, None) as reader:
-            return await last(reader)
-
-    path = log_path(run_dir / "rollouts" / "logs", rollout, attempt or asyncio.run(find()))
-    grader = path.with_suffix(".grader.log")
-    if not path.is_file():
-        raise ConfigError(f"no log of {rollout} in {path.parent}: its agent never started, or ran on another machine")
-    console = Console(soft_wrap=True, highlight=False)
-    console.print(escape(path.read_text(errors="replace").rstrip()))
-    if grader.is_file():
-        console.print("[dim]grader:[/dim]")
-        console.print(escape(grader.read_text(errors="replace").rstrip()))

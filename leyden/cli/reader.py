@@ -15,7 +15,7 @@ from leyden.errors import ConfigError, GatewayError
 from leyden.gateway.errors import Refused
 from leyden.gateway.store.address import StoreAddress, is_postgres
 from leyden.gateway.store.base import Store, open_store
-from leyden.schema import Rollout, RolloutDetail, RolloutPage, RolloutState, Trajectory
+from leyden.schema import LogPart, LogText, Rollout, RolloutDetail, RolloutPage, RolloutState, Trajectory
 
 T = TypeVar("T")
 
@@ -106,6 +106,9 @@ class StoreReader:
 
     async def trajectory(self, rollout_id: str, *, content: bool = False) -> Trajectory:
         return await _plain(self._store.trajectory(rollout_id, content=content))
+
+    async def log(self, rollout_id: str, attempt_id: str, *, part: LogPart = "agent", start: int = 0) -> LogText:
+        return await _plain(self._store.log(rollout_id, attempt_id, part, start))
 
 
 async def all_rollouts(reader: Reader, **which: Any) -> AsyncIterator[Rollout]:

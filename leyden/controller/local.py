@@ -32,6 +32,7 @@ from leyden.controller.processes import Exited, Leader, ProcessTable
 from leyden.controller.reconcile import StepEnd, StepKind
 from leyden.controller.sandbox import SandboxError, View
 from leyden.controller.seeds import Seeds
+from leyden.controller.uploads import Uploads
 from leyden.controller.warm import WarmStarter
 from leyden.schema import AgentSpec, Claim, GraderSpec, ResourceLimits, WorkspaceSpec
 
@@ -82,8 +83,9 @@ class _Step:
 class LocalBackend:
     """Runs the steps of attempts. Each returns only when none of its processes is left."""
 
-    def __init__(self, options: LocalOptions, table: ProcessTable) -> None:
+    def __init__(self, options: LocalOptions, table: ProcessTable, uploads: Uploads | None = None) -> None:
         self._options = options
+        self._uploads = uploads
         self._table = table
         self._groups = Cgroups()
         self._named = False
@@ -263,6 +265,8 @@ class LocalBackend:
             log = BoundedLog(step.log, self._options.log_bytes)
         except OSError as e:
             return StepEnd("not_started", reason=f"can't write the {step.name}'s log: {e}")
+        if self._uploads is not None:
+            self._uploads.opened(claim.rollout.rollout_id, claim.attempt_id, step.name, step.log)
         output = LastLine()
         # An agent's output stays in order through one pipe. A grader's standard output is its answer.
         pumps: list[Pump] = []
@@ -273,7 +277,7 @@ class LocalBackend:
         except OSError as e:
             for pump in pumps:
                 pump.close()
-            log.close()
+            self._close(log, step)
             return StepEnd("not_started", reason=f"can't make a pipe for the {step.name}'s output: {e}")
         confinement = Confinement(step.limits, self._groups, self.workspace(claim))
         marks = markers(claim.rollout.rollout_id, claim.attempt_id)
@@ -354,7 +358,7 @@ class LocalBackend:
                 exited.close()
             for pump in pumps:
                 pump.close()
-            log.close()
+            self._close(log, step)
         if step.view is not None and code == 1 and log.last_line().startswith("bwrap: "):
             ended, reason = "not_started", f"can't make the {step.name}'s sandbox: {log.last_line()}"
         return StepEnd(
@@ -367,6 +371,11 @@ class LocalBackend:
             output=output.text(),
             tail=log.tail(),
         )
+
+    def _close(self, log: BoundedLog, step: _Step) -> None:
+        log.close()
+        if self._uploads is not None:
+            self._uploads.closed(step.log)
 
     def _bwrap(self, step: _Step, view: View) -> Callable[[list[str]], list[str]]:
         """Makes the command of a step's sandbox from further options of bwrap's."""

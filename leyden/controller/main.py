@@ -26,6 +26,7 @@ from leyden.controller.guard import guarded
 from leyden.controller.local import LocalBackend, LocalOptions
 from leyden.controller.processes import ProcessTable
 from leyden.controller.reconcile import Fleet
+from leyden.controller.uploads import Uploads
 from leyden.errors import ConfigError, GatewayError, LeydenError, PreflightError
 from leyden.schema import AttemptRef, Claim, ClaimRequest, Heartbeat
 
@@ -84,10 +85,11 @@ async def run_controller(options: ControllerOptions, *, exclusive: bool = False)
         _allow_files((6 + 2 * CONNECTIONS) * options.config.concurrency + 256)
         url = (options.agent_url or options.gateway_url).rstrip("/")
         local = LocalOptions(url, options.base_dir, options.work_dir, options.config.log_bytes, options.hidden)
-        backend = LocalBackend(local, ProcessTable(exclusive=exclusive))
+        uploads = Uploads()
+        backend = LocalBackend(local, ProcessTable(exclusive=exclusive), uploads)
         patience = options.config.lease_seconds + 30
         async with LeydenClient(options.gateway_url, options.admin_key, patience=patience) as client:
-            controller = Controller(options, backend, client)
+            controller = Controller(options, backend, client, uploads)
             await controller.run()
     except LeydenError as e:
         print(f"leyden controller: {e}", file=sys.stderr)
@@ -106,8 +108,11 @@ def _allow_files(needed: int) -> None:
 class Controller:
     """Claims attempts, runs each in a task of its own, and keeps their leases."""
 
-    def __init__(self, options: ControllerOptions, backend: Backend, client: LeydenClient) -> None:
+    def __init__(
+        self, options: ControllerOptions, backend: Backend, client: LeydenClient, uploads: Uploads | None = None
+    ) -> None:
         self._options = options
+        self._uploads = uploads or Uploads()
         self._config = options.config
         self._backend = backend
         self._client = client
@@ -140,21 +145,23 @@ class Controller:
                 pass
         claiming = asyncio.create_task(self._claim_loop())
         beating = asyncio.create_task(self._heartbeat_loop())
+        uploading = asyncio.create_task(self._uploads.run(self._client, self._options.controller_id))
         stopping = asyncio.create_task(self._stop.wait())
         try:
-            await asyncio.wait({claiming, beating, stopping}, return_when=asyncio.FIRST_COMPLETED)
-            for task in (claiming, beating):
+            await asyncio.wait({claiming, beating, uploading, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            for task in (claiming, beating, uploading):
                 if task.done():
                     task.result()
         finally:
             stopping.cancel()
             claiming.cancel()
+            uploading.cancel()
             try:
                 await self._stop_attempts()
             finally:
                 beating.cancel()
                 self._backend.close()
-                await asyncio.gather(claiming, beating, stopping, return_exceptions=True)
+                await asyncio.gather(claiming, beating, uploading, stopping, return_exceptions=True)
                 for signum in handled:
                     loop.remove_signal_handler(signum)
 
@@ -284,5 +291,6 @@ class Controller:
             # Also what a claim that was under way at the stop has been given.
             async with asyncio.timeout(max(1.0, deadline - time.monotonic())):
                 await self._client.restarted(self._options.controller_id)
+                await self._uploads.send(self._client, self._options.controller_id)
         except (GatewayError, TimeoutError) as e:
-            _log.warning("leases weren't released and will run out", why=str(e) or "no answer in time")
+            _log.warning("leases or logs weren't handed back; leases will run out", why=str(e) or "no answer in time")

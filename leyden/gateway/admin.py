@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import msgspec
 from fastapi import Body, Depends, FastAPI, Header, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, PlainTextResponse
 from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
 
@@ -15,6 +15,8 @@ from leyden.gateway.errors import Invalid, Refused
 from leyden.gateway.keys import Action, Target, key_from_headers
 from leyden.gateway.service import Gateway
 from leyden.schema import (
+    LOG_COMPLETE,
+    LOG_NEXT,
     Claim,
     ClaimRequest,
     EngineModel,
@@ -23,6 +25,9 @@ from leyden.schema import (
     Heartbeat,
     HeartbeatReply,
     Int64,
+    LogPart,
+    LogPiece,
+    LogSize,
     OutcomeReport,
     PauseRequest,
     PauseState,
@@ -211,6 +216,25 @@ def _add_execution(app: FastAPI, gateway: Gateway) -> None:
     async def phase(rollout_id: str, attempt_id: str, body: PhaseReport) -> Response:
         await gateway.report_phase(rollout_id, attempt_id, body)
         return Response(status_code=204)
+
+    @app.post("/api/rollouts/{rollout_id}/attempt/{attempt_id}/log", dependencies=only_admin)
+    async def append_log(rollout_id: str, attempt_id: str, body: LogPiece) -> LogSize:
+        return await gateway.store.append_log(rollout_id, attempt_id, body)
+
+    @app.get(
+        "/api/rollouts/{rollout_id}/attempt/{attempt_id}/log",
+        dependencies=only_admin,
+        response_class=PlainTextResponse,
+    )
+    async def log(
+        rollout_id: str,
+        attempt_id: str,
+        part: LogPart = "agent",
+        start: Annotated[int, Query(ge=0, lt=2**40)] = 0,
+    ) -> Response:
+        found = await gateway.store.log(rollout_id, attempt_id, part, start)
+        headers = {LOG_NEXT: str(found.next_start), LOG_COMPLETE: str(int(found.complete))}
+        return Response(found.data, media_type="text/plain", headers=headers)
 
     @app.post("/api/rollouts/{rollout_id}/attempt/{attempt_id}/outcome", dependencies=only_admin)
     async def outcome(rollout_id: str, attempt_id: str, body: OutcomeReport) -> Rollout:

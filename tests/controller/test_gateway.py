@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import sys
+import textwrap
 import uuid
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -17,8 +20,9 @@ from leyden.controller.local import LocalBackend, LocalOptions
 from leyden.controller.main import Controller, ControllerOptions
 from leyden.controller.processes import ProcessTable
 from leyden.controller.sandbox import check_sandbox
+from leyden.controller.uploads import Uploads
 from leyden.errors import PreflightError
-from leyden.schema import Outcome, RolloutConfig, RolloutCreate, RolloutDetail, RolloutState
+from leyden.schema import LogPart, Outcome, RolloutConfig, RolloutCreate, RolloutDetail, RolloutState
 from tests.controller.conftest import alive, none_alive, until
 from tests.gateway.conftest import ADMIN, World, make_world
 from tests.tiny import make_tiny_model
@@ -50,9 +54,10 @@ async def world(tmp_path: Path) -> AsyncIterator[World]:
 async def controlled(world: World, folder: Path) -> AsyncIterator[Controller]:
     config = ControllerConfig(concurrency=4, lease_seconds=5)
     options = ControllerOptions(gateway_url=world.url, admin_key=ADMIN, work_dir=folder, base_dir=folder, config=config)
-    backend = LocalBackend(LocalOptions(world.url, folder, folder / "work"), ProcessTable())
+    uploads = Uploads()
+    backend = LocalBackend(LocalOptions(world.url, folder, folder / "work"), ProcessTable(), uploads)
     async with LeydenClient(world.url, ADMIN, patience=10) as client:
-        controller = Controller(options, backend, client)
+        controller = Controller(options, backend, client, uploads)
         task = asyncio.create_task(controller.run())
         try:
             yield controller
@@ -71,8 +76,11 @@ async def finished(world: World, rollout_id: str) -> RolloutDetail:
             after = page.next_after
 
 
-async def enqueue(world: World, command: Any, *, grader: Any = None, sandbox: str = "none", **more: Any) -> str:
-    spec: dict[str, Any] = {"agent": {"command": command, "sandbox": sandbox}, **more}
+async def enqueue(
+    world: World, command: Any, *, grader: Any = None, sandbox: str = "none", timeout_seconds: float = 60, **more: Any
+) -> str:
+    agent = {"command": command, "sandbox": sandbox, "timeout_seconds": timeout_seconds}
+    spec: dict[str, Any] = {"agent": agent, **more}
     if grader is not None:
         spec["grader"] = {"command": grader}
     item = RolloutCreate(input={"q": 1}, config=RolloutConfig.model_validate(spec))
@@ -149,3 +157,70 @@ async def test_a_stopped_controllers_rollout_goes_to_the_next(world: World, tmp_
     assert not alive(rollout_id)
     async with controlled(world, tmp_path):
         await until(lambda: alive(rollout_id))
+
+
+# -- logs --------------------------------------------------------------------------------------------------------------
+
+
+async def whole_log(world: World, rollout_id: str, part: LogPart = "agent") -> bytes:
+    """A log, once its controller has sent all of it."""
+    async with asyncio.timeout(60):
+        read = b""
+        while True:
+            text = await world.admin.log(rollout_id, "0", part=part, start=len(read))
+            read += text.data
+            if text.complete:
+                return read
+            await asyncio.sleep(0.05)
+
+
+async def test_a_chatty_agent_neither_blocks_nor_loses_its_log(world: World, tmp_path: Path) -> None:
+    """A MiB on each of its outputs: more than any pipe holds."""
+    code = """
+        import os, sys
+        name = os.environ["LEYDEN_ROLLOUT_ID"]
+        for i in range(1024):
+            for out in (sys.stdout, sys.stderr):
+                print(f"{name} {i:05} ".ljust(1023, "."), file=out, flush=True)
+    """
+    agent = {"timeout_seconds": 30, "command": ["python", "-c", textwrap.dedent(code)]}
+    async with controlled(world, tmp_path):
+        ids = [await enqueue(world, **agent) for _ in range(2)]
+        for rollout_id in ids:
+            (attempt,) = (await finished(world, rollout_id)).attempt_details
+            assert (attempt.exit_code, attempt.signal) == (0, None), attempt
+            log = await whole_log(world, rollout_id)
+            lines = log.decode().splitlines()
+            assert len(log) < 1_001_000 and any("bytes left out here" in line for line in lines)
+            # Nothing of the other's, nothing torn but at the cut; both ends are there.
+            torn = [line for line in lines if not line.startswith(rollout_id) or len(line) != 1023]
+            assert len(torn) <= 4
+            assert lines[0].split()[1] == "00000" and lines[-1].split()[1] == "01023"
+
+
+async def test_logs_are_read_and_followed_from_another_machine(world: World, tmp_path: Path) -> None:
+    agent = "echo first words; while ! test -e go; do sleep 0.05; done; printf 'last\\x1b[2J words\\n'"
+    grader = "echo grading; echo 0.5"
+    async with controlled(world, tmp_path):
+        rollout_id = await enqueue(world, agent, grader=grader)
+        command = [sys.executable, "-m", "leyden", "logs", rollout_id, "--gateway", world.url]
+        env = {**os.environ, "LEYDEN_ADMIN_KEY": ADMIN}
+        following = await asyncio.create_subprocess_exec(*command, "--follow", env=env, stdout=asyncio.subprocess.PIPE)
+        try:
+            assert following.stdout is not None
+            async with asyncio.timeout(60):
+                # It's there while the agent still runs.
+                assert await following.stdout.readline() == b"first words\n"
+                (Path(f"/proc/{alive(rollout_id + chr(0))[0]}/cwd") / "go").touch()
+                rest, _ = await following.communicate()
+        finally:
+            if following.returncode is None:
+                following.kill()
+                await following.wait()
+        expected = b"last\x1b[2J words\n--- grader ---\ngrading\n0.5\n"
+        assert rest == expected
+        assert await whole_log(world, rollout_id, "grader") == b"grading\n0.5\n"
+    once = await asyncio.create_subprocess_exec(*command, env=env, stdout=asyncio.subprocess.PIPE)
+    async with asyncio.timeout(60):
+        said, _ = await once.communicate()
+    assert said == b"first words\n" + expected

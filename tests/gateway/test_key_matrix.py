@@ -45,6 +45,8 @@ ADMIN_ROUTES = {
     "POST /api/controllers/{controller_id}/restarted": "admin",
     "POST /api/rollouts/{rollout_id}/attempt/{attempt_id}/phase": "admin",
     "POST /api/rollouts/{rollout_id}/attempt/{attempt_id}/outcome": "admin",
+    "POST /api/rollouts/{rollout_id}/attempt/{attempt_id}/log": "admin",
+    "GET /api/rollouts/{rollout_id}/attempt/{attempt_id}/log": "admin",
     "POST /api/models": "admin",
     "GET /api/models": "admin",
     "DELETE /api/models": "admin",

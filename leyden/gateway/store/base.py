@@ -17,7 +17,7 @@ import orjson
 from leyden.errors import PreflightError
 from leyden.gateway.dialects.base import Asked
 from leyden.gateway.errors import Conflict
-from leyden.gateway.store import attempts, calls, events, retention, rollouts
+from leyden.gateway.store import attempts, calls, events, logs, retention, rollouts
 from leyden.gateway.store.address import StoreAddress, is_postgres
 from leyden.gateway.store.connection import Connection, Database, Work
 from leyden.gateway.store.database import SqliteDatabase
@@ -29,6 +29,10 @@ from leyden.schema import (
     Event,
     Heartbeat,
     HeartbeatReply,
+    LogPart,
+    LogPiece,
+    LogSize,
+    LogText,
     OutcomeReport,
     PhaseReport,
     RewardData,
@@ -171,6 +175,12 @@ class Store:
             if not await self.db.read(lambda db: calls.on_their_way(db, rollout_id, attempt_id, since)):
                 return
             await asyncio.sleep(DELIVERY_SECONDS / 10)
+
+    async def append_log(self, rollout_id: str, attempt_id: str, piece: LogPiece) -> LogSize:
+        return await self._write(lambda db: logs.append(db, rollout_id, attempt_id, piece))
+
+    async def log(self, rollout_id: str, attempt_id: str, part: LogPart, start: int) -> LogText:
+        return await self.db.read(lambda db: logs.read(db, rollout_id, attempt_id, part, start))
 
     async def key_owner(self, key_hash: bytes) -> KeyOwner | None:
         """The attempt of a key, or None for a key that was never given out."""

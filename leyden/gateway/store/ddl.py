@@ -160,4 +160,16 @@ MIGRATIONS: list[str] = [
     -- Not claimed before: another attempt waits a while.
     ALTER TABLE rollouts ADD COLUMN not_before REAL NOT NULL DEFAULT 0;
     """,
+    """
+    -- What agents and graders printed, in pieces: each is the bytes from `start` on.
+    CREATE TABLE logs (
+        rollout_id TEXT NOT NULL,
+        attempt_id TEXT NOT NULL,
+        part TEXT NOT NULL,
+        start INTEGER NOT NULL,
+        data BLOB NOT NULL,
+        is_last INTEGER NOT NULL,
+        PRIMARY KEY (rollout_id, attempt_id, part, start)
+    );
+    """,
 ]

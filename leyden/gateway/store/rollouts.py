@@ -258,7 +258,7 @@ def set_state(db: Connection, rollout_id: str, state: RolloutState, **columns: A
 def delete(db: Connection, rollout_id: str) -> None:
     """Remove a rollout and everything recorded for it; messages that others use too stay."""
     hashes = [r[0] for r in db.execute("SELECT hash FROM message_uses WHERE rollout_id = ?", (rollout_id,))]
-    for table in ("rollouts", "attempts", "keys", "events", "calls", "message_uses", "terminal"):
+    for table in ("rollouts", "attempts", "keys", "events", "calls", "message_uses", "terminal", "logs"):
         db.execute(f"DELETE FROM {table} WHERE rollout_id = ?", (rollout_id,))
     # Somebody may be recording a call with one of these messages: it is there before its use is noted.
     db.own("messages")
