@@ -199,7 +199,7 @@ async def test_a_chatty_agent_neither_blocks_nor_loses_its_log(world: World, tmp
 
 
 async def test_logs_are_read_and_followed_from_another_machine(world: World, tmp_path: Path) -> None:
-    agent = "echo first words; while ! test -e go; do sleep 0.05; done; printf 'last\\x1b[2J words\\n'"
+    agent = "echo first words; while ! test -e go; do sleep 0.05; done; printf 'last\\033[2J words\\n'"
     grader = "echo grading; echo 0.5"
     async with controlled(world, tmp_path):
         rollout_id = await enqueue(world, agent, grader=grader)
@@ -211,7 +211,7 @@ async def test_logs_are_read_and_followed_from_another_machine(world: World, tmp
             async with asyncio.timeout(60):
                 # It's there while the agent still runs.
                 assert await following.stdout.readline() == b"first words\n"
-                (Path(f"/proc/{alive(rollout_id + chr(0))[0]}/cwd") / "go").touch()
+                (tmp_path / "work" / "workspaces" / f"{rollout_id}.0" / "go").touch()
                 rest, _ = await following.communicate()
         finally:
             if following.returncode is None:
