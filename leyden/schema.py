@@ -124,17 +124,26 @@ class AgentSpec(BaseModel):
 class GraderSpec(BaseModel):
     """The grading process, run after the agent has exited, in the attempt's workspace.
 
-    It prints the reward as its last line of output (a number, or JSON with a `reward` key), or posts it itself.
+    A `command` prints the reward as its last line of output (a number, or JSON with a `reward` key), or posts it
+    itself. A `function` (`module:function`, found from the run file's folder) returns it;
+    leyden/controller/run_function.py says what it is given.
     """
 
     model_config = ConfigDict(extra="forbid")
 
-    command: list[str] | str
+    command: list[str] | str = ""
+    function: str | None = Field(default=None, pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$", max_length=300)
     env: dict[str, str] = Field(default_factory=dict)
     timeout_seconds: float = Field(default=120, gt=0)
     limits: ResourceLimits = ResourceLimits()
     sandbox: Sandbox = "none"
     readable: list[str] = Field(default=[], description="files and folders that a sandbox shows, read-only")
+
+    @model_validator(mode="after")
+    def _one_way(self) -> GraderSpec:
+        if bool(self.command) == (self.function is not None):
+            raise ValueError("give either command or function (module:function)")
+        return self
 
 
 class LocalConfig(BaseModel):

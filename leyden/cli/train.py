@@ -60,7 +60,7 @@ def check(config: RunConfig, run_dir: Path, base_dir: Path, *, resume: bool, rem
     Raises:
         PreflightError, ConfigError: one sentence naming the thing and the fix.
     """
-    from leyden.controller.local import check_command
+    from leyden.controller.commands import check_command, check_function
     from leyden.controller.sandbox import check_sandbox
     from leyden.training.tasks import load_run_tasks
 
@@ -77,7 +77,9 @@ def check(config: RunConfig, run_dir: Path, base_dir: Path, *, resume: bool, rem
     if not remote:
         where = Path(config.agent.directory) if config.agent.directory else base_dir
         check_command(config.agent.command, where, "agent")
-        if config.grader is not None:
+        if config.grader is not None and config.grader.function is not None:
+            check_function(config.grader.function, base_dir, "grader")
+        elif config.grader is not None:
             check_command(config.grader.command, base_dir, "grader")
         if any(spec is not None and spec.sandbox != "none" for spec in (config.agent, config.grader)):
             check_sandbox()

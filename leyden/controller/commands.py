@@ -24,6 +24,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from jinja2.sandbox import SandboxedEnvironment
 
 from leyden.errors import PreflightError
 
+FUNCTION_RUNNER = Path(__file__).with_name("run_function.py")
 _EXPRESSION = re.compile(r"\{\{.*?\}\}", re.DOTALL)
 _WORD = re.compile(r"(?:\{\{.*?\}\}|\S)+", re.DOTALL)
 _SHELL_SYNTAX = re.compile(r"[|&;<>()$`\\\"'*?\[\]#~!{}\n]")
@@ -112,6 +114,24 @@ def class_command(agent_class: str, base: Path) -> Command:
     """The command that runs an Agent Lightning agent class (`module.Class` or `module:Class`) found from `base`."""
     runner = Path(__file__).with_name("run_class.py")
     return Command([sys.executable, str(runner), str(base), agent_class], agent_class)
+
+
+def function_command(function: str, base: Path) -> Command:
+    """The command that runs a grader `module:function` found from `base`."""
+    top = base / function.partition(":")[0].partition(".")[0]
+    files = tuple(p for p in (top, top.with_name(f"{top.name}.py")) if p.exists())
+    return Command([sys.executable, str(FUNCTION_RUNNER), str(base), function], function, files=files)
+
+
+def check_function(function: str, base: Path, name: str) -> None:
+    """Whether the module of a grader `module:function` can be found, before anything runs.
+
+    Raises:
+        PreflightError: naming the module.
+    """
+    top = function.partition(":")[0].partition(".")[0]
+    if not any((base / file).exists() for file in (top, f"{top}.py")) and find_spec(top) is None:
+        raise PreflightError(f"{name}.function: there is no module {top!r} in {base.resolve()}, and none is installed")
 
 
 def build_env(env: Mapping[str, str], task: Any, name: str) -> dict[str, str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import shutil
 import subprocess
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,15 +16,17 @@ from leyden.controller import sandbox
 from leyden.controller.bridge import Enclosure
 from leyden.controller.cgroups import Cgroups
 from leyden.controller.commands import (
+    FUNCTION_RUNNER,
     Command,
     Unusable,
     build_command,
     build_env,
-    check_command,
     class_command,
     env_from_map,
+    function_command,
 )
 from leyden.controller.environment import agent_environment, grader_environment, inherited, markers
+from leyden.controller.folders import make_empty, remove_tree, write_private
 from leyden.controller.limits import MB, Confinement
 from leyden.controller.logfile import BoundedLog, LastLine, Pump, file_name, log_path
 from leyden.controller.processes import Exited, Leader, ProcessTable
@@ -35,8 +36,6 @@ from leyden.controller.seeds import Seeds
 from leyden.controller.uploads import Uploads
 from leyden.controller.warm import WarmStarter
 from leyden.schema import AgentSpec, Claim, GraderSpec, ResourceLimits, WorkspaceSpec
-
-__all__ = ["LocalBackend", "LocalOptions", "check_command"]
 
 NO_SEED = WorkspaceSpec()
 
@@ -166,13 +165,22 @@ class LocalBackend:
                 agent.code if agent.code is not None else -(agent.signal or 0),
             )
             env |= build_env(spec.env, rollout.input, "grader.env")
-            command = build_command(
-                spec.command, rollout.input, name="grader.command", base=self._base, directory=None, path=env["PATH"]
-            )
-            workspace = self.workspace(claim)
             given = (task_file, log.resolve())
+            if spec.function is not None:
+                command = function_command(spec.function, self._base)
+                given = (*given, FUNCTION_RUNNER)
+            else:
+                command = build_command(
+                    spec.command,
+                    rollout.input,
+                    name="grader.command",
+                    base=self._base,
+                    directory=None,
+                    path=env["PATH"],
+                )
+            workspace = self.workspace(claim)
             view = self._view("grader", spec, command, claim, workspace, given) if sandboxed else None
-            _write_private(task_file, orjson.dumps(rollout.input))
+            write_private(task_file, orjson.dumps(rollout.input))
         except Unusable as e:
             return StepEnd("not_started", reason=str(e))
         except OSError as e:
@@ -192,7 +200,7 @@ class LocalBackend:
         try:
             workspace.rmdir()
         except OSError:
-            await asyncio.to_thread(_remove_tree, workspace)
+            await asyncio.to_thread(remove_tree, workspace)
 
     def workspace(self, claim: Claim) -> Path:
         """The attempt's own folder."""
@@ -248,13 +256,7 @@ class LocalBackend:
 
     def _make_workspace(self, claim: Claim) -> Path:
         workspace = self.workspace(claim)
-        workspace.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            workspace.mkdir(mode=0o700)
-        except FileExistsError:
-            # Left by another gateway's rollout of the same name: a workspace starts empty.
-            _remove_tree(workspace)
-            workspace.mkdir(mode=0o700)
+        make_empty(workspace)
         return workspace
 
     def _task_file(self, claim: Claim) -> Path:
@@ -391,20 +393,3 @@ def _cannot_start(step: str, command: Command, cwd: Path, error: Exception) -> s
         return f"can't start the {step}: its folder {str(cwd)!r} doesn't exist"
     why = error.strerror or str(error) if isinstance(error, OSError) else str(error)
     return f"can't start the {step}'s command {command.shown!r}: {why}"
-
-
-def _write_private(path: Path, data: bytes) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.unlink(missing_ok=True)
-    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb") as file:
-        file.write(data)
-
-
-def _remove_tree(folder: Path) -> None:
-    """Delete a folder, also where an agent took its own right to write away."""
-    for path, _, _ in os.walk(folder):
-        try:
-            os.chmod(path, 0o700)
-        except OSError:
-            pass
-    shutil.rmtree(folder, ignore_errors=True)
