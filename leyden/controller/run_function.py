@@ -25,10 +25,12 @@ def main() -> int:
     import inspect
     import json
     import os
+    from collections.abc import Awaitable, Mapping
     from pathlib import Path
+    from typing import Any
 
     module, _, name = path.partition(":")
-    function = importlib.import_module(module)
+    function: Any = importlib.import_module(module)
     for part in name.split("."):
         function = getattr(function, part)
     given = {
@@ -41,21 +43,21 @@ def main() -> int:
     wanted = {p.name for p in parameters}
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         wanted |= given.keys()
-    result = function(**{name: value() for name, value in given.items() if name in wanted})
+    result: Any = function(**{name: value() for name, value in given.items() if name in wanted})
     if inspect.isawaitable(result):
 
-        async def finish() -> object:
-            return await result
+        async def finish(later: Awaitable[Any]) -> Any:
+            return await later
 
-        result = asyncio.run(finish())
+        result = asyncio.run(finish(result))
     if result is None:
         return 0
-    said = dict(result) if hasattr(result, "keys") else {"reward": result}
-    reward = said.get("reward")
+    said: dict[str, Any] = dict(result) if isinstance(result, Mapping) else {"reward": result}
+    reward: Any = said.get("reward")
     # What NumPy and PyTorch call numbers are ones too. A text or a yes isn't.
     if isinstance(reward, bool | str | bytes) or not hasattr(reward, "__float__"):
         raise TypeError(f"{path} gave {reward!r} as the reward, which isn't a number")
-    said["reward"] = float(reward)  # pyright: ignore[reportArgumentType]
+    said["reward"] = float(reward)
     sys.stdout.flush()
     print(json.dumps(said, default=repr))
     return 0
