@@ -192,6 +192,9 @@ class CaptureConfig(BaseModel):
 
     mode: Literal["bridge", "render", "engine"] = "bridge"
     train_kinds: list[CallKind] = Field(default=[CallKind.MAIN, CallKind.SUMMARY, CallKind.SUBAGENT])
+    train_truncated: bool = Field(
+        default=True, description="whether answers that were cut off by their limit are trained"
+    )
     routes: list[ModelRoute] = Field(default_factory=list)
 
 

@@ -126,13 +126,13 @@ class AgentApp:
     async def _models(self, exchange: _Exchange, dialect: Dialect) -> None:
         """The served model; a single one by any name, since any name is served."""
         gateway = self._gateway
-        await gateway.authorize(exchange.key, Action.MODEL_CALL, exchange.target)
+        principal = await gateway.authorize(exchange.key, Action.MODEL_CALL, exchange.target)
         created, length = int(gateway.started_at), gateway.max_model_len()
         name = exchange.rest.removeprefix("models").lstrip("/")
         if name:
             body = dialect.model(name, created, length)
         else:
-            body = dialect.models([gateway.options.model_name], created, length)
+            body = dialect.models(await gateway.model_names(principal, exchange.target), created, length)
         await send_json(exchange.send, 200, body)
 
     async def _count(self, exchange: _Exchange, dialect: AnthropicMessages | Gemini) -> None:

@@ -108,15 +108,16 @@ class CallMaker:
     ) -> Answer:
         engine_len = self.generator.engines.max_model_len(where.model)
         limit = engine_len if engine_len is not None or by_engine else self.renderer.max_model_len
-        used = effective_sampling(live.info.sampling, request.max_tokens, len(prompt.ids), limit)
         kind = _kind(live, request, prompt.plan)
         if kind is CallKind.SUMMARY and prompt.reason in (BREAK_TOOLS, BREAK_HISTORY):
             prompt = replace(prompt, reason=BREAK_COMPACTION)  # It is what the tools or earlier messages went for.
         relation = self.renderer.relate(prompt.plan, prompt.ids, prompt.reason)
         job = _Job(
-            live, request, dialect, call_id, fingerprint, seq, started, prompt.plan, prompt, used, relation, kind, where
+            live, request, dialect, call_id, fingerprint, seq, started, prompt.plan, prompt, {}, relation, kind, where
         )
         try:
+            used = effective_sampling(live.info.sampling, request.max_tokens, len(prompt.ids), limit)
+            job = replace(job, effective=used)
             results = await self._samples(job, by_engine)
         except Refused as e:
             await self._record_failure(job, e)
@@ -240,7 +241,7 @@ class CallMaker:
             self.counters.nan_logprobs += sample.nan_logprobs
             if not job.route.trained:
                 sample.untrainable = None  # `left_out` says why; what is missing is no fault.
-            if sample.untrainable is not None and job.left_out() is None:
+            if sample.untrainable is not None and job.left_out(sample) is None:
                 self._warn(job, sample.untrainable)
             commits.append(job.commit(_sibling_id(job.call_id, i), sample, said, engine, stored, ended))
         recorded = await self.store.commit_calls(commits)
@@ -273,9 +274,10 @@ class CallMaker:
         """Keep a trace of a call that got no answer. It has no conversation after it and is never trained."""
         kind = "timeout" if isinstance(error, EngineTimeout) else ENGINE_FAILED
         if error.status < 500:
-            kind = "engine refused"
+            kind = "engine refused" if error.overflow is None else "prompt too long"
         sample = empty_sample(f"{kind}: {error.message}")
-        self._warn(job, f"{kind}: {error.message}")
+        if error.overflow is None:  # Harnesses count on those: they compact their history and go on.
+            self._warn(job, f"{kind}: {error.message}")
         stored = await self.renderer.run(job.stored)
         try:
             await self.store.commit_calls([job.commit(job.call_id, sample, None, None, stored, time.time())])
@@ -342,11 +344,16 @@ class _Job:
         raw = raw_request(head, fields, refs(values, body.made[:same] if body else [], raw_of_base))
         return _Stored(messages, shared, share(raw, base.call_id, raw_of_base) if base else raw, values)
 
-    def left_out(self) -> str | None:
+    def left_out(self, sample: Sample) -> str | None:
         """Why the run doesn't train a call like this one."""
+        capture = self.live.info.capture
         if not self.route.trained:
             return f"route: model {self.route.model} isn't trained"
-        return None if self.kind in self.live.info.capture.train_kinds else f"kind: {self.kind}"
+        if self.kind not in capture.train_kinds:
+            return f"kind: {self.kind}"
+        if sample.finish_reason == "length" and not capture.train_truncated:
+            return "truncated: the answer was cut off by its limit"
+        return None
 
     def commit(
         self,
@@ -376,7 +383,7 @@ class _Job:
             arrived=parent.call_id if parent and not parent.delivered else None,
             break_reason=self.relation.break_reason,
             break_index=self.relation.break_index,
-            untrainable=sample.untrainable or self.left_out(),
+            untrainable=sample.untrainable or self.left_out(sample),
             kind=self.kind,
             images=[image_reference(url) for url in self.request.images()],
             routed_experts=sample.routed_experts,

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,6 +21,7 @@ from renderers.base import MODEL_RENDERER_MAP
 from renderers.configs import BaseRendererConfig, DefaultRendererConfig
 
 from leyden.errors import PreflightError
+from leyden.gateway.suiting import Manners, learn
 from leyden.gateway.template import TemplateRenderer
 from leyden.gateway.tokens import Codec
 
@@ -50,6 +51,7 @@ class Family:
         reasons: the template knows of reasoning.
         forgets: roles of messages after which the template drops the reasoning of earlier answers.
         hermes: calls are JSON in <tool_call> tags.
+        manners: which conversations the template takes; others are changed until it does.
     """
 
     name: str
@@ -61,6 +63,7 @@ class Family:
     reasons: bool = False
     forgets: frozenset[str] = frozenset()
     hermes: bool = False
+    manners: Manners = field(default_factory=Manners)
 
 
 def _call(name: str, arguments: dict[str, Any], call_id: str) -> dict[str, Any]:
@@ -165,6 +168,17 @@ def choose(codec: Codec, folder: Path, name: str | None) -> Family:
     Raises:
         PreflightError: the model has no chat template and no known name.
     """
+    family = _chosen(codec, folder, name)
+    if codec.chat_template:
+        family.manners = learn(
+            lambda messages: codec.tokenizer.apply_chat_template(
+                list(messages), add_generation_prompt=True, tokenize=False
+            )
+        )
+    return family
+
+
+def _chosen(codec: Codec, folder: Path, name: str | None) -> Family:
     known = MODEL_RENDERER_MAP.get(name or "")
     if not codec.chat_template:
         if known is None:

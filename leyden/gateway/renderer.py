@@ -35,6 +35,7 @@ from leyden.gateway.conversation import (
     link,
 )
 from leyden.gateway.errors import Invalid
+from leyden.gateway.suiting import suited, with_mappings
 from leyden.gateway.template import opening
 from leyden.gateway.tokens import Codec, IdsCache, load_tokenizer
 
@@ -158,9 +159,7 @@ class ModelRenderer:
         if known is not None:
             return known
         try:
-            prepared = [prepare(m) for m in messages]
-            listed: Any = clean_tools(tools) or None
-            ids = self.known.full.render_ids(prepared, tools=listed, add_generation_prompt=True)
+            ids = self._rendered(suited([prepare(m) for m in messages], self.known.manners), clean_tools(tools) or None)
         except Invalid:
             raise
         except Exception as e:  # The template is a program of others, and what it rejects is the request.
@@ -169,6 +168,15 @@ class ModelRenderer:
         out.flags.writeable = False
         self._prompts.put(key, out, len(key))
         return out
+
+    def _rendered(self, messages: list[Any], tools: Any) -> list[int]:
+        try:
+            return self.known.full.render_ids(messages, tools=tools, add_generation_prompt=True)
+        except Exception:
+            mapped = with_mappings(messages)
+            if mapped is None:
+                raise
+            return self.known.full.render_ids(mapped, tools=tools, add_generation_prompt=True)
 
     def remembers(self, key: bytes) -> bool:
         """Whether `full` has rendered the conversation with this `prompt_key` lately."""
@@ -179,7 +187,7 @@ class ModelRenderer:
         before = node.full()
         tail = before[max(0, node.prompt_len - TAIL) : node.prompt_len].tolist()
         response = before[node.prompt_len :].tolist()
-        prepared = [prepare(m) for m in new]
+        prepared: Any = suited([prepare(m) for m in new], self.known.manners, start=False)
         renderer = self.known.keeping if self.known.keeping is not None else self.known.renderer
         bridged = renderer.bridge_to_next_turn(tail, response, prepared, tools=clean_tools(tools) or None)
         if bridged is None:
@@ -195,7 +203,7 @@ class ModelRenderer:
             return BREAK_FAMILY
         if node.finish_reason == "length":
             return BREAK_TRUNCATED
-        roles = {m["role"] for m in new}
+        roles = {"user" if m["role"] == "system" and not self.known.manners.late_system else m["role"] for m in new}
         if not roles <= self.known.roles:
             return BREAK_TEMPLATE
         if roles & self.known.forgets and self._thought(node):
@@ -310,7 +318,7 @@ class ModelRenderer:
 
     def token_texts(self, ids: Ids) -> list[bytes]:
         """The bytes of each token, where a token need not be a whole character."""
-        return [self.codec.decode([int(i)]).encode() for i in ids]
+        return [self.codec.token_bytes(int(i)) for i in ids]
 
 
 def prompt_key(messages: Sequence[Message], tools: Tools) -> bytes:

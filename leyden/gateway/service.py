@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
@@ -50,6 +51,7 @@ from leyden.schema import (
 
 log = logging.getLogger("leyden.gateway")
 
+_PATTERN = re.compile(r"[*?\[]")
 MAX_CALLS = 8192
 """Calls held at once. Each costs a connection and its request in memory."""
 COUNT_EVERY = 64
@@ -317,6 +319,16 @@ class Gateway:
         if digest is not None:
             self.live.note_key(digest, live)
         return live
+
+    async def model_names(self, principal: Principal, target: Target | None) -> list[str]:
+        """The served model, and names that the run's routes lead elsewhere."""
+        rollout_id = target.rollout_id if target else principal.rollout_id
+        attempt_id = (target.attempt_id if target else None) or principal.attempt_id
+        names = [self.options.model_name]
+        if rollout_id is not None and attempt_id is not None:
+            info = await self.store.attempt_info(rollout_id, attempt_id)
+            names += [r.match for r in info.capture.routes if not _PATTERN.search(r.match)]
+        return list(dict.fromkeys(names))
 
     async def referred(self, live: LiveAttempt, refers: Refers) -> tuple[dict[str, Message], Asked | None]:
         """What the named calls of the attempt said, and what the one that is continued was asked.

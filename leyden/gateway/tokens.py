@@ -128,12 +128,34 @@ class Codec:
             return self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
         return self.tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens, **more)
 
+    def token_bytes(self, token: int) -> bytes:
+        """The bytes of one token, which need not be a whole character."""
+        text = self.decode([token])
+        if "\ufffd" not in text:
+            return text.encode()
+        written = self.tokenizer.convert_ids_to_tokens(token)
+        single = _BYTE_TOKEN.fullmatch(written or "")
+        if single is not None:
+            return bytes([int(single[1], 16)])
+        if written and all(c in _BYTE_OF for c in written):
+            return bytes(_BYTE_OF[c] for c in written)
+        return text.encode()
+
     def _encode(self, text: str) -> list[int]:
         if self._backend is not None:
             return _fast_ids(self._backend, text)
         return self.tokenizer.encode(text, add_special_tokens=False)
 
 
+def _bytes_by_character() -> dict[str, int]:
+    """How byte-level vocabularies write bytes: printable ones as themselves, the others as characters from 256 on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [b for b in range(256) if b not in printable]
+    return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}
+
+
+_BYTE_OF = _bytes_by_character()
+_BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")
 _SAMPLE = "Hello  wörld 你好\n\n def f(x): 12345 🌍 \t{'a': 1} don't , it 's \u200d e\u0301 \ufffd"
 
 

@@ -79,6 +79,8 @@ class RowReport:
     dropped: dict[str, int] = field(default_factory=dict)
     breaks: dict[str, int] = field(default_factory=dict)
     """Calls that continue a conversation but not token for token, by reason."""
+    truncated: int = 0
+    """Trained calls whose answer was cut off by its limit."""
     over_long_rows: int = 0
     broken_links: int = 0
     unknown_logprobs: int = 0
@@ -127,6 +129,7 @@ def build_rows(trajectory: Trajectory, *, max_row_tokens: int) -> tuple[list[Row
     report.rows = len(rows)
     report.digest = digest(rows)
     report.trained_calls = len(owned)
+    report.truncated = sum(n.call.finish_reason == "length" for n in nodes if id(n) in owned)
     report.trained_tokens = sum(r.trained for r in rows)
     report.unknown_logprobs = sum(int(r.unknown.sum()) for r in rows)
     return rows, report

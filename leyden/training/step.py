@@ -126,6 +126,7 @@ def rows_summary(rows: StepRows) -> dict[str, Any]:
         "breaks": dict(sum((Counter(r.breaks) for r in rows.reports), Counter())),
         "drop_report": [asdict(r) for r in incomplete],
         "over_long_rows": sum(r.over_long_rows for r in rows.reports),
+        "truncated_calls": sum(r.truncated for r in rows.reports),
         "broken_links": sum(r.broken_links for r in rows.reports),
         "unknown_logprobs": sum(r.unknown_logprobs for r in rows.reports),
         "max_age": rows.max_age,

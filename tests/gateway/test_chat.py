@@ -259,7 +259,14 @@ async def test_overflow_names_the_limit(world: World) -> None:
         )
     assert e.value.code == "context_length_exceeded"
     assert "maximum context length is 2048 tokens" in str(e.value)
-    assert await recorded(world, claim.rollout.rollout_id) == []
+    (call,) = await recorded(world, claim.rollout.rollout_id)
+    assert (
+        (call.untrainable or "").startswith("prompt too long: ") and not call.delivered and world.engine.requests == []
+    )
+    assert len(ids(call.prompt_ids)) > 2048
+    # It is no part of any conversation.
+    assert (await world.chat(claim.agent_key, {"messages": USER}))[0] == 200
+    assert (await recorded(world, claim.rollout.rollout_id))[1].break_reason is None
 
 
 async def test_models_unknown_paths_and_probes(world: World) -> None:

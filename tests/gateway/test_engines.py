@@ -20,7 +20,7 @@ from leyden.gateway.engines.registry import EngineRegistry, route
 from leyden.gateway.errors import StoreUnavailable
 from leyden.schema import CallRecord, CaptureConfig, EngineModel, ModelRoute, PauseRequest, RolloutConfig, Sampling
 from leyden.training.rows import build_rows
-from tests.gateway.conftest import MakeWorld, World, on_sqlite
+from tests.gateway.conftest import ADMIN, MakeWorld, World, on_sqlite
 from tests.gateway.scripted_engine import Reply
 from tests.gateway.test_delivery import until
 
@@ -319,6 +319,25 @@ async def test_a_route_leads_to_a_frozen_model_and_is_not_trained(world: World) 
         assert side.untrainable == "route: model frozen isn't trained" and side.engine == url
         assert main.untrainable is None and main.engine == world.engine.endpoint
         assert asked[-1][0] == "/v1/chat/completions" and len(world.engine.requests) == 1
+
+
+async def test_the_model_list_holds_the_names_that_routes_know(world: World) -> None:
+    routes = [ModelRoute(match=m, model="tiny") for m in ("gpt-small", "claude-haiku-*", "tiny", "gpt-small", "o?")]
+    claim, plain = await world.claim(config=RolloutConfig(capture=CaptureConfig(routes=routes))), await world.claim()
+    path = f"/proxy/rollout/{claim.rollout.rollout_id}/attempt/0/mode/train/openai/v1/models"
+    for key, where, names in (
+        (claim.agent_key, "/openai/v1/models", ["tiny", "gpt-small"]),
+        (claim.agent_key, path, ["tiny", "gpt-small"]),
+        (ADMIN, path, ["tiny", "gpt-small"]),
+        (plain.agent_key, "/openai/v1/models", ["tiny"]),
+        (ADMIN, "/openai/v1/models", ["tiny"]),
+    ):
+        async with world.http.get(world.url + where, headers={"x-api-key": key}) as got:
+            assert [m["id"] for m in (await got.json())["data"]] == names
+    headers = {"x-api-key": claim.agent_key}
+    async with world.http.get(f"{world.url}/anthropic/v1/models", headers=headers) as got:
+        assert [m["id"] for m in (await got.json())["data"]] == ["tiny", "gpt-small"]
+    assert await calls_of(world, claim.rollout.rollout_id) == []
 
 
 async def test_a_route_to_nowhere_says_so(world: World) -> None:

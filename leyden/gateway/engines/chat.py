@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from leyden.gateway.engines.integrity import empty_sample, is_ids, read_sample
+from leyden.gateway.engines.integrity import empty_sample, is_ids, only_one, read_sample
 from leyden.gateway.engines.protocol import Ask, Said
 from leyden.schema import EngineModel
 
@@ -52,10 +52,10 @@ def _message(message: dict[str, Any]) -> dict[str, Any]:
 def read(value: Any, version: int) -> Said:
     """Ids from the fields that vLLM has for them, log-probs from the chat form, text and calls from the message."""
     try:
-        choice, usage = value["choices"][0], value.get("usage")
+        (choice, *others), usage = value["choices"], value.get("usage")
         message = choice["message"]
         content = (choice.get("logprobs") or {}).get("content")
-    except (KeyError, IndexError, TypeError, AttributeError):
+    except (KeyError, ValueError, TypeError, AttributeError):
         return Said(sample=empty_sample("missing field: choices[0].message"))
     logprobs: dict[str, Any] = {}
     if isinstance(content, list) and all(isinstance(c, dict) for c in content):
@@ -63,7 +63,7 @@ def read(value: Any, version: int) -> Said:
     given = value.get("prompt_token_ids", choice.get("prompt_token_ids"))
     prompt = np.asarray(given if is_ids(given) else [], np.int32)
     flat = {**choice, "logprobs": logprobs, "prompt_token_ids": None, "text": message.get("content") or ""}
-    sample = read_sample(flat, usage if len(prompt) else None, prompt, version)
+    sample = only_one(read_sample(flat, usage if len(prompt) else None, prompt, version), others)
     if not len(prompt):
         sample.untrainable = sample.untrainable or "missing field: prompt_token_ids"
     return Said(sample=sample, prompt=prompt, message=_said(message))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from leyden.gateway.engines import chat
-from leyden.gateway.engines.integrity import empty_sample, read_sample
+from leyden.gateway.engines.integrity import empty_sample, only_one, read_sample
 from leyden.gateway.engines.protocol import Adapter, Ask, Said
 from leyden.schema import EngineModel
 
@@ -40,10 +40,10 @@ def _read(value: Any, ask: Ask, version: int) -> Said:
     if ask.chat is not None:
         return chat.read(value, version)
     try:
-        choice, usage = value["choices"][0], value.get("usage")
-    except (KeyError, IndexError, TypeError, AttributeError):
+        (choice, *others), usage = value["choices"], value.get("usage")
+    except (KeyError, ValueError, TypeError, AttributeError):
         return Said(sample=empty_sample("missing field: choices"))
-    return Said(sample=read_sample(choice, usage, ask.prompt, version))
+    return Said(sample=only_one(read_sample(choice, usage, ask.prompt, version), others))
 
 
 EMBEDDED = Adapter(_path, _body, _read)

@@ -88,6 +88,13 @@ def read_sample(choice: Any, usage: Any, prompt_ids: npt.NDArray[np.int32], vers
     )
 
 
+def only_one(sample: Sample, others: list[Any]) -> Sample:
+    """The sample of the first choice, where the engine gave `others` beside it: one was asked for."""
+    if others:
+        sample.untrainable = sample.untrainable or f"choices differ: {1 + len(others)} came where one was asked for"
+    return sample
+
+
 def _ids(values: list[int]) -> npt.NDArray[np.int32]:
     return np.array(values, np.int32)
 

@@ -128,6 +128,7 @@ def _triplet(call: StoredCall) -> dict[str, Any]:
 
 def _model_request(call: StoredCall) -> dict[str, Any]:
     logprobs = [{"logprob": float(x)} for x in np.frombuffer(call.logprobs, "<f4")]
+    prompt, completion = len(call.prompt_ids) // 4, len(call.response_ids) // 4
     return {
         "call_id": call.call_id,
         "delivered": call.delivered,
@@ -145,6 +146,7 @@ def _model_request(call: StoredCall) -> dict[str, Any]:
                     "logprobs": {"content": logprobs},
                 }
             ],
+            "usage": {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion},
         },
         "server": _server(call),
     }
