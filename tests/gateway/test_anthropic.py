@@ -76,7 +76,7 @@ def check_grammar(events: list[dict[str, Any]]) -> None:
 )
 async def test_json_and_stream_say_the_same(world: World, said: str, kinds: list[str], stop: str) -> None:
     claim = await world.claim()
-    world.engine.say(said, said)
+    world.engine.say(said, said, said)
     agent = client(world, claim.agent_key)
     asked: Any = {"model": "m", "max_tokens": 50, "messages": USER, "tools": [TOOL]}
     plain = await agent.messages.create(**asked)
@@ -88,6 +88,9 @@ async def test_json_and_stream_say_the_same(world: World, said: str, kinds: list
     calls = await recorded(world, claim.rollout.rollout_id)
     assert len(calls) == 2 and all(c.dialect == "anthropic-messages" and c.delivered for c in calls)
     assert calls[0].response_ids == calls[1].response_ids
+    events = await events_of(world, claim.agent_key, asked)
+    assert [e["content_block"]["type"] for e in events if e["type"] == "content_block_start"] == kinds
+    assert len(await recorded(world, claim.rollout.rollout_id)) == 3  # One for each request.
     usage = (plain.usage.input_tokens, plain.usage.output_tokens)
     assert usage == (len(calls[0].prompt_ids) // 4, len(calls[0].response_ids) // 4)
     assert (streamed.usage.input_tokens, streamed.usage.output_tokens) == usage
@@ -101,14 +104,16 @@ async def test_events_follow_the_grammar_also_after_a_long_wait(world_maker: Mak
         assert [e["type"] for e in events[:2]] == ["ping", "ping"]
 
 
-async def test_system_messages_keep_their_place(world: World) -> None:
+@pytest.mark.parametrize("role", ["system", "developer"])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_system_messages_keep_their_place(world: World, role: str, stream: bool) -> None:
     claim = await world.claim()
     messages = [
         {"role": "user", "content": "hi"},
-        {"role": "system", "content": [{"type": "text", "text": "note", "cache_control": {"type": "ephemeral"}}]},
+        {"role": role, "content": [{"type": "text", "text": "note", "cache_control": {"type": "ephemeral"}}]},
         {"role": "user", "content": "go"},
     ]
-    body = {"model": "m", "max_tokens": 16, "system": "S", "messages": messages}
+    body = {"model": "m", "max_tokens": 16, "system": "S", "messages": messages, "stream": stream}
     headers = {"Authorization": f"Bearer {claim.agent_key}"}
     for _ in range(2):
         async with world.http.post(world.url + PATH, json=body, headers=headers) as got:
@@ -147,10 +152,15 @@ async def test_a_tool_conversation_is_continued_token_for_token(world: World) ->
 async def test_counting_tokens_is_no_call(world: World) -> None:
     claim = await world.claim()
     agent = client(world, claim.agent_key)
-    counted = await agent.beta.messages.count_tokens(model="m", system="S", messages=USER, tools=[TOOL])
-    answer = await agent.messages.create(model="m", max_tokens=5, system="S", messages=USER, tools=[TOOL])
-    assert counted.input_tokens == answer.usage.input_tokens
-    assert len(await recorded(world, claim.rollout.rollout_id)) == 1 and len(world.engine.requests) == 1
+    turns: Any = list(USER)
+    for _ in range(2):  # A new conversation, and one that goes on from recorded tokens.
+        asked: Any = {"model": "m", "system": "S", "messages": turns, "tools": [TOOL]}
+        counted = await agent.beta.messages.count_tokens(**asked)
+        answer = await agent.messages.create(max_tokens=5, **asked)
+        assert counted.input_tokens == answer.usage.input_tokens
+        turns += [{"role": "assistant", "content": answer.content}, {"role": "user", "content": "And 2+2?"}]
+    calls = await recorded(world, claim.rollout.rollout_id)
+    assert len(calls) == len(world.engine.requests) == 2 and calls[1].parent == calls[0].call_id
 
 
 async def test_an_overflow_is_told_in_the_words_that_make_clients_compact(world: World) -> None:
@@ -230,6 +240,43 @@ async def test_what_would_change_the_meaning_is_refused_by_name(
     assert (status, body["error"]["type"]) == (400, "invalid_request_error")
     assert named in body["error"]["message"]
     assert world.engine.requests == []
+
+
+def test_what_harnesses_send_beside_is_read_over() -> None:
+    marked = {"cache_control": {"type": "ephemeral"}}
+    system = [{"type": "text", "text": t, **marked} for t in ("x-header: a=1;", "You are an agent.", "Rules.")]
+    note = {"role": "system", "content": [{"type": "text", "text": "note", **marked}]}
+    thought = {"type": "thinking", "thinking": "hm", "signature": "c2ln"}
+    use = {"type": "tool_use", "id": "toolux", "name": "add", "input": {"a": 1}, **marked}
+    result = {"type": "tool_result", "tool_use_id": "toolux", "content": [{"type": "text", "text": "2"}], **marked}
+    body = {
+        "model": "m",
+        "max_tokens": 128000,
+        "stream": True,
+        "system": system,
+        "messages": [
+            *USER,
+            note,
+            {"role": "assistant", "content": [thought, use]},
+            {"role": "user", "content": [result]},
+        ],
+        "tools": [{**TOOL, "defer_loading": True, "eager_input_streaming": True, **marked}],
+        "thinking": {"type": "adaptive", "display": "omitted"},
+        "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+        "output_config": {"effort": "high"},
+        "metadata": {"user_id": '{"session_id": "s"}'},
+        "temperature": 1,
+    }
+    request = AnthropicMessages().parse(body, Context(headers={"anthropic-beta": "a,b,c"}))
+    assert [(m["role"], m["content"]) for m in request.messages] == [
+        ("system", "x-header: a=1;\n\nYou are an agent.\n\nRules."),
+        ("user", "What is 1+1?"),
+        ("system", "note"),
+        ("assistant", ""),
+        ("tool", "2"),
+    ]
+    assert request.messages[3]["reasoning_content"] == "hm" and request.response_format is None
+    assert request.tools is not None and request.tools[0]["function"]["name"] == "add" and request.max_tokens == 128000
 
 
 def test_choices_and_images_reach_the_internal_form() -> None:

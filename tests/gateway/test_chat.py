@@ -8,6 +8,8 @@ import numpy as np
 import openai
 import pytest
 
+from leyden.gateway.dialects.base import Context
+from leyden.gateway.dialects.openai_chat import OpenAIChat
 from leyden.schema import CallRecord, RolloutConfig, Sampling
 from tests.gateway.conftest import World
 from tests.gateway.scripted_engine import Reply
@@ -172,6 +174,44 @@ async def test_message_shapes_are_equal(world: World) -> None:
     assert len({tuple(r["prompt"]) for r in world.engine.requests}) == 1
 
 
+def test_what_harnesses_send_is_read_in_every_shape() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    call = {"id": "c", "type": "function", "function": {"name": "add", "arguments": "{}"}}
+    body: dict[str, Any] = {
+        "messages": [
+            {"role": "developer", "content": parts},
+            {"role": "user", "name": "ann", "content": parts},
+            {"role": "assistant", "content": parts, "tool_calls": [call], "refusal": None, "annotations": []},
+            {"role": "tool", "name": "add", "tool_call_id": "c", "content": parts},
+            {"role": "assistant", "content": None, "reasoning_content": "hm", "function_call": None},
+            {"role": "user", "content": ""},
+        ],
+        "tools": [{"type": "function", "function": {**TOOL["function"], "strict": True}}],
+        "tool_choice": "required",
+        "stop": ["Observation:", "</code>"],
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "max_tokens": 65536,
+        "reasoning_effort": "high",
+        "prompt_cache_key": "k",
+        "temperature": 0,
+        "store": False,
+        "user": "u",
+    }
+    request = OpenAIChat().parse(body, Context())
+    assert [(m["role"], m["content"]) for m in request.messages] == [
+        ("system", "ab"), ("user", "ab"), ("assistant", "ab"), ("tool", "ab"), ("assistant", ""), ("user", "")
+    ]  # fmt: skip
+    assert request.messages[1]["name"] == "ann" and request.messages[3]["name"] == "add"
+    assert request.messages[2]["tool_calls"] == [call] and request.messages[4]["reasoning_content"] == "hm"
+    assert (request.tool_choice, request.stop, request.max_tokens) == ("required", ["Observation:", "</code>"], 65536)
+    assert request.include_usage and request.stream and request.response_format is None
+    for shape in ({"max_completion_tokens": 1}, {"max_tokens": None}, {"response_format": {"type": "json_object"}}):
+        assert OpenAIChat().parse({"messages": USER, **shape}, Context()).max_tokens == shape.get(
+            "max_completion_tokens"
+        )
+
+
 async def test_sampling_is_the_runs_and_both_are_recorded(world: World) -> None:
     config = RolloutConfig(sampling=Sampling(temperature=0.7, top_p=0.9, top_k=5, max_tokens=20))
     claim = await world.claim(config=config)
@@ -275,10 +315,13 @@ async def test_models_unknown_paths_and_probes(world: World) -> None:
     listed = [m async for m in agent.models.list()]
     assert listed[0].id == "tiny" and listed[0].to_dict()["max_model_len"] == 2048
     assert (await agent.models.retrieve("gpt-5")).id == "gpt-5"
-    for path in ("/openai/v1/nonsense", "/openai/api/tags"):
-        async with world.http.get(world.url + path) as answer:
-            assert answer.status == 404 and "error" in await answer.json()
-    for path in ("/", "/openai/v1", "/openai/v1/chat/completions"):
+    probes = "api/tags api/v1/models v1/props props version api/show models".split()
+    for path in ("/openai/v1/nonsense", *(f"/openai/{p}" for p in probes), "/anthropic/v1/x", "/gemini/v1beta/x"):
+        for ask in (world.http.get, world.http.post):
+            async with ask(world.url + path) as answer:
+                assert answer.status == 404 and "error" in await answer.json(), path
+    heads = ("/", "/openai/v1", "/openai/v1/chat/completions", "/anthropic", "/anthropic/api/hello", "/gemini")
+    for path in heads:
         async with world.http.head(world.url + path) as answer:
             assert answer.status == 200
     assert await recorded(world, claim.rollout.rollout_id) == []

@@ -227,11 +227,14 @@ def test_what_refuses_to_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     for key in (None, "", "   "):
         for env in ("", "  "):
             monkeypatch.setenv("LEYDEN_ADMIN_KEY", env)
-            with pytest.raises(PreflightError, match="admin key must be given"):
-                admin_key(options(host="0.0.0.0", admin_key=key))
+            for host in ("0.0.0.0", "::", "", "192.0.2.7", "gateway.example"):
+                with pytest.raises(PreflightError, match="admin key must be given"):
+                    admin_key(options(host=host, admin_key=key))
+    assert options().host == "127.0.0.1"
     made, path = admin_key(options(admin_key=" "))
     assert path is not None and stat.S_IMODE(path.stat().st_mode) == 0o600
-    assert admin_key(options()) == (made, None)
+    for host in ("127.0.0.1", "127.8.8.8", "localhost", "::1"):
+        assert admin_key(options(host=host, admin_key="")) == (made, None)
     monkeypatch.setenv("LEYDEN_ADMIN_KEY", "given")
     assert admin_key(options(host="0.0.0.0")) == ("given", None)
     with socket.socket() as taken:

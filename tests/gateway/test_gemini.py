@@ -258,6 +258,19 @@ def test_modes_of_calling_functions(mode: str, names: list[str], choice: tuple[s
     assert (request.tool_choice, request.tool_name) == choice
 
 
+def test_what_harnesses_send_beside_is_read_over() -> None:
+    call = {"functionCall": {"name": "add", "args": {"a": 1}}, "thoughtSignature": "c2ln"}
+    answer = {"role": "model", "parts": [{"text": "hm", "thought": True}, call]}
+    result = {"functionResponse": {"name": "add", "response": {"output": "2"}}}
+    config = {"temperature": 1, "topP": 0.95, "topK": 64, "thinkingConfig": {"includeThoughts": True}}
+    body = {"contents": [*ASK["contents"], answer, {"role": "user", "parts": [result]}], "tools": TOOLS}
+    more = {"generationConfig": config, "safetySettings": [], "labels": {}}
+    request = Gemini().parse({**body, **more}, Context(path="models/m:streamGenerateContent", query={"alt": "sse"}))
+    assert [m["role"] for m in request.messages] == ["user", "assistant", "tool"] and request.stream
+    assert request.messages[1]["tool_calls"][0]["function"] == {"name": "add", "arguments": '{"a":1}'}
+    assert request.requested == config
+
+
 def test_schemas_are_read_as_json_schema() -> None:
     own = {
         "type": "OBJECT",

@@ -138,6 +138,7 @@ async def test_developer_is_system_and_hosted_search_is_dropped(world: World) ->
     (call,) = await recorded(world, claim.rollout.rollout_id)
     assert said(call) == [("system", "D"), ("user", "2+2")]
     assert call.request is not None and [t["function"]["name"] for t in call.request["tools"]] == ["shell"]
+    assert call.prompt_ids and call.response_ids and len(call.logprobs) == len(call.response_ids) and call.delivered
 
 
 @pytest.mark.parametrize("way", ["items", "sealed", "previous_response_id", "item_reference", "without ids"])
@@ -380,15 +381,38 @@ async def test_what_would_change_the_meaning_is_refused_by_name(
 
 
 def test_what_harnesses_send_beside_is_read_over() -> None:
+    files = {"type": "namespace", "name": "files", "tools": [{"type": "function", "name": "read"}]}
     items = [
-        {"type": "additional_tools", "role": "developer", "tools": [TOOL]},
+        {"type": "additional_tools", "role": "developer", "tools": [TOOL, files]},
         {"type": "configuration_update", "model": "x"},
         {"type": "message", "role": "user", "content": "q", "internal_chat_message_metadata_passthrough": {}},
     ]
-    body = {"input": items, "store": False, "include": [], "text": {"verbosity": "low"}, "client_metadata": {"a": 1}}
+    body = {
+        "input": items,
+        "store": False,
+        "include": ["reasoning.encrypted_content"],
+        "reasoning": {"summary": "auto"},
+        "parallel_tool_calls": True,
+        "prompt_cache_key": "k",
+        "text": {"verbosity": "low"},
+        "client_metadata": {"a": 1},
+    }
     request = OpenAIResponses().parse(body, Context())
     assert request.messages == [{"role": "user", "content": "q"}]
-    assert request.tools is not None and request.tools[0]["function"]["name"] == "add"
+    assert request.tools is not None
+    assert [t["function"]["name"] for t in request.tools] == ["add", "files__read"]
+
+
+def test_images_reach_the_internal_form() -> None:
+    parts = [{"type": "input_text", "text": "?"}, {"type": "input_image", "image_url": "data:image/png;base64,AA=="}]
+    items = [
+        {"role": "user", "content": parts},
+        {"type": "function_call", "name": "add", "arguments": "{}", "call_id": "1"},
+        {"type": "function_call_output", "call_id": "1", "output": parts},
+    ]
+    request = OpenAIResponses().parse({"input": items}, Context())
+    assert request.images() == ["data:image/png;base64,AA=="] * 2 and [m["role"] for m in request.messages] == [
+        "user", "assistant", "tool"]  # fmt: skip
 
 
 def test_turns_in_a_row_stay_apart() -> None:

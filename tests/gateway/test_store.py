@@ -188,6 +188,11 @@ async def test_requests_that_differ_anywhere_never_share_an_answer(world: World)
             [{"messages": [{"role": "user", "content": c}], "max_tokens": 9} for c in "AB"]
             + [{"messages": [{"role": "user", "content": "A"}], "system": "be short", "max_tokens": 9}],
         ),
+        (
+            "/gemini/v1beta/models/m:generateContent",
+            [{"contents": [{"parts": [{"text": c}]}]} for c in "AB"]
+            + [{"contents": [{"parts": [{"text": "A"}]}], "systemInstruction": "be short"}],
+        ),
     ],
 )
 async def test_prompts_of_any_dialect_never_share_an_answer(world: World, path: str, bodies: list[Any]) -> None:

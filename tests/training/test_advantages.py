@@ -18,7 +18,7 @@ def group(rewards: list[float | None], name: str = "g", outcome: Outcome = Outco
 
 
 def test_half_precision_traps() -> None:
-    """B59: values that bf16 would round away."""
+    """Values that bf16 would round away."""
     assert centred([1, 1, 1, 1.0078125], std=True) == pytest.approx([-0.5, -0.5, -0.5, 1.5], abs=1e-9)
     close = centred([0.7500, 0.7505, 0.7510, 0.7515], std=True)
     assert close == pytest.approx([-1.161895, -0.387298, 0.387298, 1.161895], abs=1e-5)
@@ -26,7 +26,7 @@ def test_half_precision_traps() -> None:
 
 @pytest.mark.parametrize("rewards", [[0.2] * 7, [0.7] * 10, [0.1 + 0.2, 0.3], [0.0] * 3])
 def test_equal_rewards_give_exactly_zero(rewards: list[float]) -> None:
-    """B60: the float mean of equal non-dyadic rewards isn't that reward."""
+    """The float mean of equal non-dyadic rewards isn't that reward."""
     for std in (True, False):
         assert centred(rewards, std=std) == [0.0] * len(rewards)
     assert grpo(group(list(rewards))).constant_groups == 1
@@ -45,7 +45,7 @@ def test_against_numpy(rewards: list[float], std: bool) -> None:
 
 
 def test_one_advantage_a_rollout_and_groups_kept_apart() -> None:
-    """B57: baselines are over rollouts; a rollout's number of turns isn't even known here."""
+    """Baselines are over rollouts; a rollout's number of turns isn't even known here."""
     out = grpo([*group([1, 0, 1, 0], "a"), *group([5, 5], "b")], std=False)
     assert out.advantages == {"a0": 0.5, "a1": -0.5, "a2": 0.5, "a3": -0.5, "b0": 0.0, "b1": 0.0}
     assert (out.groups, out.constant_groups) == (2, 1)
@@ -71,7 +71,7 @@ def test_outcome_policies() -> None:
 
 
 def test_a_lone_survivor_is_left_out_and_two_are_compared() -> None:
-    """B65: never the raw reward, never normalised alone."""
+    """Never the raw reward, never normalised alone."""
     lone = grpo([*group([0.7]), *group([None, None], "h")])
     assert lone.advantages == {} and lone.small_groups == 1 and lone.excluded["small_group"] == 1
     assert grpo(group([0.0, 1.0]), min_group=3).advantages == {}

@@ -50,7 +50,7 @@ def test_a_conversation_is_one_row_with_tool_tokens_masked() -> None:
 
 
 def test_the_stop_token_is_trained_once_and_a_stripped_one_starts_a_row() -> None:
-    """B50: the sampled stop token opens the next turn's history; when the server strips it nothing is merged."""
+    """The sampled stop token opens the next turn's history; when the server strips it nothing is merged."""
     kept, _ = build_rows(
         attempt(call("a", 0, [1], [7, 99]), call("b", 1, [1, 7, 99, 60], [5], "a")), max_row_tokens=100
     )
@@ -61,10 +61,15 @@ def test_the_stop_token_is_trained_once_and_a_stripped_one_starts_a_row() -> Non
     )
     assert [r.ids.tolist() for r in stripped] == [[1, 7, 99], [1, 7, 60, 5]]
     assert report.broken_links == 1
+    other, report = build_rows(  # The model ended with one stop token, and the history shows the template's.
+        attempt(call("a", 0, [1], [7, 98]), call("b", 1, [1, 7, 99, 60], [5], "a")), max_row_tokens=100
+    )
+    assert [r.ids[r.mask].tolist() for r in other] == [[7, 98], [5]]
+    assert report.broken_links == 1
 
 
 def test_a_retokenised_history_is_never_merged() -> None:
-    """B49: the same text in another split of tokens."""
+    """The same text in another split of tokens."""
     rows, report = build_rows(
         attempt(call("a", 0, [1], [53122, 316]), call("b", 1, [1, 393, 30002, 4], [6], "a")), max_row_tokens=100
     )
@@ -140,7 +145,7 @@ def test_tokens_without_a_logprob_are_kept_and_flagged() -> None:
 
 
 def test_totals_say_why_a_batch_has_no_rows() -> None:
-    """B55, B53: a rollout without calls gives no dummy row and is counted."""
+    """A rollout without calls gives no dummy row and is counted."""
     reports = [
         build_rows(attempt(), max_row_tokens=10)[1],
         build_rows(attempt(call("a", 0, [1], [])), max_row_tokens=10)[1],

@@ -157,7 +157,7 @@ def test_fp32_packed_equals_padded(onednn: bool) -> None:
 
 
 def test_zero_advantage_rollouts_count_in_the_denominator_but_cost_nothing() -> None:
-    """B64: their gradient is zero; leaving them out must not raise the weight of the others."""
+    """Their gradient is zero; leaving them out must not raise the weight of the others."""
     rows, advantages = batch_of_rows(1)
     advantages["0.0"] = advantages["1.1"] = 0.0
     items = weighted(rows, advantages)
