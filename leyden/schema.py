@@ -368,7 +368,8 @@ class RewardData(BaseModel):
 
     `value` is the attempt's reward, or with `call_id` that of one call. `per_call` gives calls rewards of their own, by
     call id; without a `value` beside it their sum is the attempt's. The last reward posted wins, for each call and for
-    the attempt. A call without a reward of its own has the attempt's.
+    the attempt. A call without a reward of its own has the attempt's. With `source: infra` the attempt ends `infra`,
+    whatever the value: the agent, or the grader, found its surroundings broken and says so in `reason`.
     """
 
     model_config = ConfigDict(extra="allow", strict=True)

@@ -38,6 +38,8 @@ class AttemptFacts:
     """Its agent has exited 0 and its grader was started."""
     engine_failure: str | None = None
     """Why its last call got no answer from the engine."""
+    blamed: str | None = None
+    """What its last reward event says went wrong, when it says that the machinery is to blame (`source: infra`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +53,10 @@ def settle(reported: Outcome, reason: str | None, facts: AttemptFacts) -> Ending
 
     `ok` is questioned: without a delivered call or without a reward there is nothing to learn from it, and it must not
     pass for a success. When a grader fails over an agent that made no call, the agent is the one to look at; an agent
-    that failed over an engine that didn't answer isn't.
+    that failed over an engine that didn't answer isn't. Whoever may give the reward may say that it means nothing.
     """
+    if facts.blamed is not None and reported not in (Outcome.INFRA, Outcome.CANCELLED):
+        return Ending(Outcome.INFRA, f"the reward was reported as the infrastructure's: {facts.blamed}")
     if reported is Outcome.AGENT_ERROR and facts.engine_failure is not None:
         return Ending(Outcome.INFRA, f"{facts.engine_failure}; then: {reason or 'the agent failed'}")
     if reported is not Outcome.OK and not (reported is Outcome.INFRA and facts.graded):

@@ -77,9 +77,9 @@ async def finished(world: World, rollout_id: str) -> RolloutDetail:
 
 
 async def enqueue(
-    world: World, command: Any, *, grader: Any = None, sandbox: str = "none", timeout_seconds: float = 60, **more: Any
+    world: World, command: Any, *, grader: Any = None, sandbox: str = "none", limits: Any = None, **more: Any
 ) -> str:
-    agent = {"command": command, "sandbox": sandbox, "timeout_seconds": timeout_seconds}
+    agent = {"command": command, "sandbox": sandbox, "timeout_seconds": 30, "limits": limits or {}}
     spec: dict[str, Any] = {"agent": agent, **more}
     if grader is not None:
         spec["grader"] = {"command": grader}
@@ -159,6 +159,58 @@ async def test_a_stopped_controllers_rollout_goes_to_the_next(world: World, tmp_
         await until(lambda: alive(rollout_id))
 
 
+OUT_OF_MEMORY = """
+import subprocess, sys
+eater = subprocess.run([sys.executable, "-c", "x = b'x' * 200_000_000; import time; time.sleep(60)"])
+sys.exit(128 - eater.returncode if eater.returncode < 0 else eater.returncode)
+"""
+BLAME = """
+data = {"value": 0.0, "source": "infra", "reason": "the task's database was away"}
+post(os.environ["LEYDEN_EVENT_URL"], "LEYDEN_KEY", {"event_type": "reward", "data": data})
+"""
+
+
+@pytest.mark.parametrize(
+    "end,outcome,attempts,code,signal,words",
+    [
+        ("raise ConnectionError('refused by its tool')", Outcome.AGENT_ERROR, 1, 1, None, "refused by its tool"),
+        ("raise SystemExit(75)", Outcome.INFRA, 2, 75, None, "exited with code 75 (temporary failure)"),
+        ("raise SystemExit(137)", Outcome.AGENT_ERROR, 1, 137, None, "exited with code 137"),
+        ("os.kill(os.getpid(), 9)", Outcome.AGENT_ERROR, 1, None, 9, "killed by SIGKILL, perhaps for lack of memory"),
+        (OUT_OF_MEMORY, Outcome.AGENT_ERROR, 1, ..., ..., "out of memory (limit 120 MB)"),
+        (BLAME, Outcome.INFRA, 2, 0, None, "the reward was reported as the infrastructure's: the task's database was"),
+    ],
+)
+async def test_each_kind_of_failure_has_its_class_and_its_number_of_tries(
+    world: World,
+    tmp_path: Path,
+    end: str,
+    outcome: Outcome,
+    attempts: int,
+    code: int | None,
+    signal: int | None,
+    words: str,
+) -> None:
+    """After the first of three calls; none of them leaves a reward that could be trained."""
+    world.engine.say("a", "b")
+    rest = "\nfor _ in range(2): post(os.environ['OPENAI_BASE_URL'] + '/chat/completions', 'OPENAI_API_KEY', body)"
+    later = "" if end is BLAME else rest
+    async with controlled(world, tmp_path):
+        rollout_id = await enqueue(
+            world,
+            ["python", "-c", CALL + end + later],
+            limits={"memory_mb": 120},
+            retry={"infra": 2, "backoff_seconds": 0},
+        )
+        detail = await finished(world, rollout_id)
+    assert [a.outcome for a in detail.attempt_details] == [outcome] * attempts
+    last = detail.attempt_details[-1]
+    assert words in (last.reason or "")
+    assert code is ... or (last.exit_code, last.signal) == (code, signal)
+    assert (last.calls, detail.rollout.status.state) == (1, RolloutState.FAILED)
+    assert (await world.admin.terminal(0)).items[-1].outcome is outcome
+
+
 # -- logs --------------------------------------------------------------------------------------------------------------
 
 
@@ -183,9 +235,8 @@ async def test_a_chatty_agent_neither_blocks_nor_loses_its_log(world: World, tmp
             for out in (sys.stdout, sys.stderr):
                 print(f"{name} {i:05} ".ljust(1023, "."), file=out, flush=True)
     """
-    agent = {"timeout_seconds": 30, "command": ["python", "-c", textwrap.dedent(code)]}
     async with controlled(world, tmp_path):
-        ids = [await enqueue(world, **agent) for _ in range(2)]
+        ids = [await enqueue(world, ["python", "-c", textwrap.dedent(code)]) for _ in range(2)]
         for rollout_id in ids:
             (attempt,) = (await finished(world, rollout_id)).attempt_details
             assert (attempt.exit_code, attempt.signal) == (0, None), attempt

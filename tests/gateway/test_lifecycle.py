@@ -71,6 +71,37 @@ def test_an_agent_that_failed_over_a_dead_engine_is_not_at_fault() -> None:
     assert settle(Outcome.TIMEOUT, "slow", facts).outcome is Outcome.TIMEOUT
 
 
+@pytest.mark.parametrize(
+    "rewards,outcome,reason",
+    [
+        (
+            [{"value": 0.0, "source": "infra", "reason": "the database was away"}],
+            Outcome.INFRA,
+            "the reward was reported as the infrastructure's: the database was away",
+        ),
+        ([{"value": 0.0, "source": "infra"}, {"value": 0.5, "source": "env"}], Outcome.OK, None),
+        (
+            [{"value": 0.5}, {"value": 0.0, "source": "infra"}],
+            Outcome.INFRA,
+            "the reward was reported as the infrastructure's: no reason was given",
+        ),
+    ],
+)
+async def test_a_last_reward_of_the_infrastructures_makes_the_attempt_infra(
+    world: World, rewards: list[dict[str, Any]], outcome: Outcome, reason: str | None
+) -> None:
+    claim = await world.claim(config=RolloutConfig(retry=RetryPolicy(infra=1), agent=AgentSpec(command=["true"])))
+    world.engine.say("hi")
+    await world.chat(claim.agent_key, BODY)
+    for data in rewards:
+        event = EventCreate(event_type="reward", data=data)
+        await world.admin.post_event(claim.rollout.rollout_id, "0", event, key=claim.agent_key)
+    report = OutcomeReport(controller_id="c1", outcome=Outcome.OK, exit_code=0)
+    status = (await world.admin.outcome(claim.rollout.rollout_id, "0", report)).status
+    assert (status.outcome, status.error_message) == (outcome, reason)
+    assert status.state is (S if outcome is Outcome.OK else F)
+
+
 async def test_engine_failures_of_the_last_call_make_the_attempt_infra(world: World) -> None:
     claim = await world.claim(config=RolloutConfig(retry=RetryPolicy(infra=1), agent=AgentSpec(command=["true"])))
     await world.engine.stop()

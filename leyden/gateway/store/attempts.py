@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 
+import orjson
+
 from leyden.gateway import keys
 from leyden.gateway.errors import Conflict, NotFound
 from leyden.gateway.lifecycle import (
@@ -203,6 +205,19 @@ def _engine_failure(db: Connection, rollout_id: str, attempt_id: str) -> str | N
     return last[0] if last and (last[0] or "").startswith(ENGINE_FAILED) else None
 
 
+def _blamed(db: Connection, rollout_id: str, attempt_id: str) -> str | None:
+    """Why the attempt's last reward event has `source: infra`, if it does."""
+    last = db.execute(
+        "SELECT data FROM events WHERE rollout_id = ? AND attempt_id = ? AND event_type = 'reward'"
+        " ORDER BY seq DESC LIMIT 1",
+        (rollout_id, attempt_id),
+    ).fetchone()
+    data = orjson.loads(last[0]) if last else {}
+    if data.get("source") != "infra":
+        return None
+    return str(data.get("reason") or data.get("message") or "no reason was given")
+
+
 def report_outcome(db: Connection, rollout_id: str, attempt_id: str, report: OutcomeReport) -> Changed | Late:
     row = attempt_row(db, rollout_id, attempt_id)
     phase = Phase(row["phase"])
@@ -220,6 +235,7 @@ def report_outcome(db: Connection, rollout_id: str, attempt_id: str, report: Out
         row["delivered"],
         phase is Phase.GRADING,
         _engine_failure(db, rollout_id, attempt_id),
+        _blamed(db, rollout_id, attempt_id),
     )
     ended = end(db, row, settle(report.outcome, report.reason, facts), reported=report.outcome, report=report)
     return Changed(rollouts.to_rollout(rollouts.rollout_row(db, rollout_id)), [ended])
