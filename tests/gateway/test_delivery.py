@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import time
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import aiohttp
 import numpy as np
 import openai
+import orjson
 import pytest
 
+from leyden.gateway.attempts import Call as HeldCall
+from leyden.gateway.attempts import LiveAttempt
+from leyden.gateway.conversation import Forest, Node
+from leyden.gateway.memory import Known
 from leyden.gateway.service import Gateway
 from leyden.schema import (
     Claim,
@@ -300,30 +307,118 @@ async def test_deleting_a_rollout_during_a_call_leaves_nothing_behind(world: Wor
     assert len(world.gateway.live) == 0
 
 
+LARGE, MANY = 50_000, 200
+
+
+async def large_engine() -> tuple[asyncio.Server, str]:
+    """Answers with the prompt ids that it got, as bytes: next to no work beside the gateway's."""
+    choice = b'{"finish_reason": "stop", "token_ids": [5, 2], "logprobs": {"token_logprobs": [-0.5, -0.5]}'
+    usage = orjson.dumps({"prompt_tokens": LARGE, "completion_tokens": 2})
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            while True:
+                head = await reader.readuntil(b"\r\n\r\n")
+                length = next(int(x.split(b":")[1]) for x in head.split(b"\r\n") if x.startswith(b"content-length"))
+                asked = await reader.readexactly(length)
+                start = asked.index(b'"prompt":') + len(b'"prompt":')
+                prompt = asked[start : asked.index(b"]", start) + 1]
+                body = b'{"choices": [%b, "prompt_token_ids": %b}], "usage": %b}' % (choice, prompt, usage)
+                writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body))
+                await writer.drain()
+        except (asyncio.IncompleteReadError, ConnectionError):
+            writer.close()
+
+    listener = await asyncio.start_server(serve, "127.0.0.1", 0, limit=2**22)
+    return listener, f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}/v1"
+
+
 @on_sqlite
 async def test_many_large_calls_leave_the_loop_responsive(world_maker: MakeWorld) -> None:
-    async with world_maker(request_timeout_seconds=60) as world:
-        world.gateway.engines.set([EngineModel(model="tiny", endpoint=world.engine.endpoint, max_model_len=200_000)])
-        claims = [await world.claim(controller=f"c{i}") for i in range(4)]
-        text = "a b c d " * 2_500
-        delays: list[float] = []
+    listener, url = await large_engine()
+    async with world_maker(engine=False, request_timeout_seconds=300) as world:
+        here = EngineModel(model="tiny", endpoint=url, kind="leyden", max_model_len=10 * LARGE, max_concurrency=MANY)
+        await world.admin.register_models([here])
+        claims = [await world.claim(controller=f"c{i}", lease=600) for i in range(10)]
+        turns = 0
         done = asyncio.Event()
+        gauges: dict[str, Any] = {}
 
         async def probe() -> None:
+            nonlocal turns, gauges
             while not done.is_set():
-                begun = time.monotonic()
-                await world.admin.healthz()
-                delays.append(time.monotonic() - begun)
-                await asyncio.sleep(0.05)
+                assert (await world.admin.healthz())["status"] == "ok"
+                stats = await world.admin.stats()
+                turns += stats["in_flight"] > 0
+                if stats["in_flight"] > gauges.get("in_flight", 0):
+                    gauges = stats
+                await asyncio.sleep(0.02)
 
         probing = asyncio.create_task(probe())
-        bodies = [{"messages": [{"role": "user", "content": f"{i} {text}"}]} for i in range(24)]
-        answers = await asyncio.gather(*[world.chat(claims[i % 4].agent_key, b) for i, b in enumerate(bodies)])
+        prompt = orjson.dumps([7] * (LARGE - 1))
+
+        async def ask(number: int) -> bool:
+            headers = {"x-api-key": claims[number % 10].agent_key, "content-type": "application/json"}
+            body = b'{"seed": 1, "prompt": [%d, %b}' % (number, prompt.removeprefix(b"["))
+            async with world.http.post(f"{world.url}/openai/v1/completions", data=body, headers=headers) as answer:
+                return "choices" in await answer.json()
+
+        answers = await asyncio.gather(*[ask(i) for i in range(MANY)])
         done.set()
         await probing
-        assert [a[0] for a in answers] == [200] * 24
-        assert sum([len(await calls_of(world, c)) for c in claims]) == 24
-        assert sorted(delays)[int(len(delays) * 0.95)] < 1
+        listener.close()
+        assert answers == [True] * MANY
+        calls = [c for claim in claims for c in await calls_of(world, claim)]
+        assert len(calls) == MANY and all(c.untrainable is None and c.delivered for c in calls)
+        assert {len(c.prompt_ids) for c in calls} == {4 * LARGE}
+        # Health was answered between the calls, and the gauges tell of them and of how late the loop was.
+        assert turns >= 3 and gauges["in_flight"] > 10 and gauges["loop_lag_seconds"] > 0
+
+
+async def test_more_calls_than_can_be_held_are_turned_away_and_nothing_is_left_of_them(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("leyden.gateway.service.MAX_CALLS", 3)
+    monkeypatch.setattr("leyden.gateway.service.COUNT_EVERY", 1)
+    claim = await world.claim()
+    world.engine.default = Reply("held", delay=0.6)
+    held = [asyncio.create_task(world.chat(claim.agent_key, BODY | {"max_tokens": 5 + i})) for i in range(3)]
+    await until(lambda: world.engine.running == 3)
+    status, body = await world.chat(claim.agent_key, BODY)
+    assert status == 503 and "already holds 3 calls" in body["error"]["message"]
+    assert [(await h)[0] for h in held] == [200] * 3
+    assert (await world.chat(claim.agent_key, BODY))[0] == 200
+    assert len(await calls_of(world, claim)) == 4
+
+
+async def test_nothing_of_finished_rollouts_stays_in_memory(world: World) -> None:
+    kinds = (LiveAttempt, Node, Forest, HeldCall, Known)
+
+    def objects() -> dict[str, int]:
+        gc.collect()
+        counted = Counter(type(o).__name__ for o in gc.get_objects() if type(o) in kinds)
+        return {kind.__name__: counted[kind.__name__] for kind in kinds}
+
+    async def cycle(end: str) -> None:
+        claim = await world.claim()
+        messages: list[Any] = []
+        for turn in range(4):
+            messages.append({"role": "user", "content": f"{turn}"})
+            _, body = await world.chat(claim.agent_key, {"messages": messages, "n": 1 + turn % 2})
+            messages.append(body["choices"][0]["message"])
+        await world.chat(claim.agent_key, {"input": "x"}, "/openai/v1/responses")
+        report = OutcomeReport(controller_id="c1", outcome=Outcome.TIMEOUT)
+        if end != "delete":
+            await world.admin.outcome(claim.rollout.rollout_id, "0", report)
+            await calls_of(world, claim)
+        if end != "outcome":
+            await world.admin.delete(claim.rollout.rollout_id)
+
+    before = objects()
+    for end in ("outcome", "delete", "both") * 5:
+        await cycle(end)
+    assert objects() == before and before["LiveAttempt"] == 0
+    assert len(world.gateway.live) == 0 and world.gateway.live._by_key == {} and world.gateway.live._left == {}
 
 
 async def test_closing_then_late_writes(world: World) -> None:

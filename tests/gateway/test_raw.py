@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import patch
 
+import orjson
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from leyden.gateway.store import raw
 from leyden.gateway.store.raw import put_together, share, take_apart
 from tests.gateway.conftest import World
 
@@ -19,19 +23,39 @@ _JSON = st.recursive(
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
     max_leaves=12,
 )
-_BODIES = st.dictionaries(st.sampled_from(["model", "messages", "tools", "input", "contents", "system", "n"]), _JSON)
+_NAMES = ["model", "messages", "tools", "input", "contents", "system", "n", "prompt", "stop"]
+_BODIES = st.dictionaries(st.sampled_from(_NAMES), _JSON)
 
 
-@given(_BODIES, _BODIES)
-def test_a_body_comes_back_equal_whatever_it_shares_with_an_earlier_one(first: Any, second: Any) -> None:
-    import orjson
-
-    earlier, later = take_apart(first), take_apart(second)
+@given(_BODIES, _BODIES, st.sampled_from([2, 3, 2048]))
+def test_a_body_comes_back_equal_whatever_it_shares_with_an_earlier_one(first: Any, second: Any, piece: int) -> None:
+    with patch.object(raw, "_PIECE", piece):
+        earlier, later = take_apart(first), take_apart(second)
     later = share(later, "earlier", earlier.hashes())
     stored = earlier.hashes()[: later.base_len * 16] + later.hashes()[later.base_len * 16 :]
     bodies = {r.hash: r.body for r in later.refs}
     back = put_together(orjson.loads(later.head.body), later.fields, stored, lambda h: orjson.loads(bodies[h]))
     assert back == second
+
+
+@pytest.mark.parametrize("ids", [True, False], ids=["ids", "text"])
+async def test_prompts_of_ids_and_of_text_cost_what_is_new_in_them(world: World, ids: bool) -> None:
+    claim = await world.claim()
+    world.gateway.engines.set([world.gateway.engines.all()[0].model_copy(update={"max_model_len": 100_000})])
+    sent: list[dict[str, Any]] = []
+    for turn in range(1, 5):
+        prompt = [5 + i % 200 for i in range(6000 * turn)]
+        sent.append({"prompt": prompt if ids else "".join(chr(97 + i % 26) for i in prompt), "stop": ["\n\n", "END"]})
+        assert (await world.chat(claim.agent_key, sent[-1], "/openai/v1/completions"))[0] == 200
+    calls = (await world.admin.trajectory(claim.rollout.rollout_id, content=True)).calls
+    assert [c.raw for c in calls] == sent
+
+    def sizes(db: Any) -> tuple[list[int], int]:
+        suffixes = [r[0] for r in db.execute("SELECT length(raw_suffix) FROM calls ORDER BY seq")]
+        return suffixes, db.execute("SELECT count(*) FROM messages").fetchone()[0]
+
+    suffixes, stored = await world.gateway.store.db.read(sizes)
+    assert max(suffixes) <= 16 * 5 and stored <= 4 * 5
 
 
 async def test_raw_requests_are_kept_whole_at_the_cost_of_what_is_new(world: World) -> None:

@@ -108,7 +108,7 @@ def _prompt(value: Any) -> str | list[int]:
         value = value[0]
     if isinstance(value, str) and value:
         return value
-    if isinstance(value, list) and value and all(type(i) is int and 0 <= i <= MAX_ID for i in value):
+    if isinstance(value, list) and set(map(type, value)) == {int} and min(value) >= 0 and max(value) <= MAX_ID:
         return value
     if isinstance(value, list) and value and all(isinstance(i, str | list) for i in value):
         raise fields.unsupported("prompt", "send one prompt a request; several would be calls of their own")

@@ -204,7 +204,7 @@ def asked(db: Connection, rollout_id: str, attempt_id: str, call_id: str) -> Ask
     # Long instructions are stored by themselves, as a field.
     instructed = first["raw_head"] is not None and (
         bool(bodies[first["raw_head"]].get("instructions"))
-        or any(name == "instructions" for name, _ in orjson.loads(first["raw_fields"]))
+        or any(name == "instructions" for name, *_ in orjson.loads(first["raw_fields"]))
     )
     return Asked([bodies[hashes[i : i + HASH_BYTES]] for i in range(0, len(hashes), HASH_BYTES)], instructed)
 

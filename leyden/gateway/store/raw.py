@@ -1,8 +1,9 @@
 """What a client sent, stored so that a conversation of k turns costs the bytes of its new messages. Pure.
 
-A request body is taken apart into values that are stored by hash: each element of a list (messages, tools), each other
-object or long string, and one `head` of what is left. Lists that grow with the conversation come last, so that a later
-request of the same conversation shares a prefix of hashes with an earlier one, and only the rest is written.
+A request body is taken apart into values that are stored by hash: each element of a list of objects (messages, tools),
+each other object or long string, and one `head` of what is left. Prompts that are one long text or list of token ids
+are cut into pieces. What grows with the conversation comes last, so that a later request of the same conversation
+shares a prefix of hashes with an earlier one, and only the rest is written.
 """
 
 from __future__ import annotations
@@ -16,7 +17,11 @@ import orjson
 
 from leyden.gateway.store.records import HASH_BYTES, MessageRef
 
-_GROWING = ("messages", "input", "contents")
+_GROWING = ("messages", "input", "contents", "prompt")
+_PIECE = 2048
+"""Elements, or characters, of a piece."""
+Field = tuple[str, int | None] | tuple[str, int, bool]
+"""A field and how many values it has, None for a value that isn't taken apart; True: they are pieces of one."""
 _SHORT = 100
 """Strings up to this length stay in the head; a hash and a row of their own would cost as much."""
 
@@ -33,7 +38,7 @@ class RawRequest:
 
     head: MessageRef
     fields: str
-    """JSON [[name, number of elements, or null for a value that isn't a list], …] in the order of `refs`."""
+    """JSON list of `Field` in the order of `refs`."""
     refs: Sequence[MessageRef]
     base: str | None = None
     base_len: int = 0
@@ -56,16 +61,20 @@ def refs(values: Sequence[Any], hashes: Sequence[bytes] = (), stored: bytes = b"
     return [*(MessageRef(h, b"") for h in hashes[:same]), *map(message_ref, values[same:])]
 
 
-def values_of(body: dict[str, Any]) -> tuple[dict[str, Any], list[tuple[str, int | None]], list[Any]]:
+def values_of(body: dict[str, Any]) -> tuple[dict[str, Any], list[Field], list[Any]]:
     """A body taken apart: its head, which field has how many values, and the values."""
     head: dict[str, Any] = {}
-    fields: list[tuple[str, int | None]] = []
+    fields: list[Field] = []
     values: list[Any] = []
     for name in sorted(body, key=lambda n: n in _GROWING):
         value = body[name]
-        if isinstance(value, list) and value:
+        if isinstance(value, list) and value and isinstance(value[0], dict):
             fields.append((name, len(value)))
             values.extend(value)
+        elif isinstance(value, str | list) and len(value) > _PIECE:
+            pieces = [value[i : i + _PIECE] for i in range(0, len(value), _PIECE)]
+            fields.append((name, len(pieces), True))
+            values.extend(pieces)
         elif isinstance(value, dict) or (isinstance(value, str) and len(value) > _SHORT):
             fields.append((name, None))
             values.append(value)
@@ -74,7 +83,7 @@ def values_of(body: dict[str, Any]) -> tuple[dict[str, Any], list[tuple[str, int
     return head, fields, values
 
 
-def raw_request(head: dict[str, Any], fields: list[tuple[str, int | None]], values: Sequence[MessageRef]) -> RawRequest:
+def raw_request(head: dict[str, Any], fields: list[Field], values: Sequence[MessageRef]) -> RawRequest:
     return RawRequest(message_ref(head), orjson.dumps(fields).decode(), values)
 
 
@@ -97,6 +106,13 @@ def put_together(head: dict[str, Any], fields: str, hashes: bytes, body_of: Call
     """The body again, equal as JSON to what was taken apart."""
     out = dict(head)
     values = iter([body_of(hashes[i : i + HASH_BYTES]) for i in range(0, len(hashes), HASH_BYTES)])
-    for name, count in orjson.loads(fields):
-        out[name] = next(values) if count is None else [next(values) for _ in range(count)]
+    for name, count, *in_pieces in orjson.loads(fields):
+        if count is None:
+            out[name] = next(values)
+            continue
+        own = [next(values) for _ in range(count)]
+        if in_pieces:
+            out[name] = "".join(own) if isinstance(own[0], str) else [x for piece in own for x in piece]
+        else:
+            out[name] = own
     return out
