@@ -539,12 +539,12 @@ async def test_a_lost_attempt_is_killed_and_not_reported(gateway: FakeGateway, r
 
 async def test_a_stop_ends_attempts_as_infra(gateway: FakeGateway, running: Running) -> None:
     async with running() as controller:
-        gateway.enqueue(make_claim("r", {}, agent(["sleep", "600"])))
-        await until(lambda: alive("agent-r-0"))
+        gateway.enqueue(make_claim("stopped", {}, agent(["sleep", "600"])))
+        await until(lambda: alive("agent-stopped-0"))
         controller.stop()
-        report = await gateway.outcome("r")
+        report = await gateway.outcome("stopped")
     assert (report.outcome, report.reason) == (Outcome.INFRA, "controller stopped")
-    assert not alive("agent-r-0")
+    assert not alive("agent-stopped-0")
     assert gateway.restarts == ["c1", "c1"]
 
 

@@ -41,6 +41,14 @@ def warm(command: Any, **more: Any) -> dict[str, Any]:
     return {"agent": {"command": command, "preload": ["fractions"], **more}}
 
 
+def own_module(folder: Path, text: str) -> tuple[dict[str, Any], str]:
+    """A warm agent whose fork server is told from those of tests beside this one by a module that only it imports."""
+    name = f"only_{uuid.uuid4().hex}"
+    write(folder, "", f"{name}.py")
+    command = write(folder, text.replace("MODULE", name))
+    return {"agent": {"command": command, "preload": [name], "env": {"PYTHONPATH": str(folder)}}}, name
+
+
 async def outcome_of(gateway: FakeGateway, running: Running, config: dict[str, Any]) -> OutcomeReport:
     rollout_id = f"r-{uuid.uuid4().hex}"
     async with running():
@@ -137,8 +145,9 @@ async def test_timeouts_and_daemons_end_with_their_whole_tree(
 
 
 async def test_the_server_ends_with_its_controller(gateway: FakeGateway, running: Running, tmp_path: Path) -> None:
-    await outcome_of(gateway, running, warm(write(tmp_path, "pass")))
-    assert await none_alive("fork_server.py")
+    config, name = own_module(tmp_path, "pass")
+    await outcome_of(gateway, running, config)
+    assert await none_alive(name)
 
 
 @pytest.mark.parametrize(
@@ -179,16 +188,16 @@ async def test_what_is_not_safe_to_fork_starts_cold_and_says_so_once(
 async def test_a_server_that_was_killed_is_started_again(
     gateway: FakeGateway, running: Running, tmp_path: Path
 ) -> None:
-    config = warm(write(tmp_path, "import sys; print('fractions' in sys.modules)"))
+    config, module = own_module(tmp_path, "import sys; print('MODULE' in sys.modules)")
     async with running():
         for name in ("first", "second", "third"):
             gateway.enqueue(make_claim(name, {}, config))
             report = await gateway.outcome(name)
             assert report.outcome is Outcome.OK
             if name == "first":
-                (server,) = alive("fork_server.py")
+                (server,) = alive(module)
                 os.kill(server, 9)
-                await until(lambda: not alive("fork_server.py"))
+                await until(lambda: not alive(module))
     assert report.log_tail == "True\n"  # The second may have met the dead one, and started cold.
 
 
